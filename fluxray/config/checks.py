@@ -1,0 +1,51 @@
+"""What no single key can know: contradictions between keys, and values whose code is not there yet."""
+
+from fluxray.config.schema import TrainConfig
+from fluxray.errors import ConfigError
+
+
+def check_consistent(config: TrainConfig) -> None:
+    """Raise ConfigError for the first pair of keys that contradict each other."""
+    batch, data, train, optim = config.batch, config.data, config.train, config.optim
+    workers = config.resources.num_workers
+    if batch.global_size not in (None, config.global_batch_size):
+        raise ConfigError(
+            f"batch.global_size: {batch.global_size} is not batch.micro_size {batch.micro_size} x batch.accumulation_steps "
+            f"{batch.accumulation_steps} x resources.num_workers {workers} = {config.global_batch_size}; set two of the three"
+        )
+    if data.eval_source is not None and "eval_fraction" in data.model_fields_set:
+        raise ConfigError("data.eval_fraction: has no effect beside data.eval_source; set one of them")
+    if data.vocab_size is not None and data.tokenizer not in (None, "train"):
+        raise ConfigError(
+            f"data.vocab_size: {data.vocab_size} has no effect, data.tokenizer {data.tokenizer!r} is not trained; drop one of them"
+        )
+    if optim.schedule != "constant" and optim.warmup_steps >= max(train.num_steps, 1):
+        raise ConfigError(
+            f"optim.warmup_steps: {optim.warmup_steps} leaves nothing of train.num_steps {train.num_steps} for the "
+            f"{optim.schedule} schedule; lower it or set optim.schedule=constant"
+        )
+    if optim.schedule == "constant" and optim.min_lr_ratio != 0:
+        raise ConfigError(
+            f"optim.min_lr_ratio: {optim.min_lr_ratio} has no effect with optim.schedule constant; set linear or cosine"
+        )
+    if config.resources.gpu == 0 and config.allocator != "native":
+        raise ConfigError(f"allocator: {config.allocator!r} is CUDA's, and resources.gpu is 0; set native")
+    if config.engine.kind == "stream" and workers != 1:
+        raise ConfigError(f"resources.num_workers: {workers}, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded")
+    if config.storage is not None and not config.storage.startswith("/"):
+        raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
+
+
+def check_available(config: TrainConfig) -> None:
+    """Raise ConfigError for the first value that the schema knows and this version cannot run yet."""
+    wanted = {
+        "engine.kind": (config.engine.kind, "sharded"),
+        "optim.kind": (config.optim.kind, "adamw"),
+        "optim.master": (config.optim.master, "fp32"),
+        "clip.mode": (config.clip.mode, "exact"),
+    }
+    for key, (value, available) in wanted.items():
+        if value != available:
+            raise ConfigError(f"{key}: {value!r} is not available in this version; set {key}={available}")
+    if config.precision == "amp-fp16":
+        raise ConfigError("precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16")

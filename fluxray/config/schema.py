@@ -1,0 +1,169 @@
+"""The configuration of a run, as frozen values. Unknown keys, wrong types and contradictions are refused when it is built.
+
+A default stands here only where it holds for every model and every machine; what belongs to a model is in `models/*.yaml`, what belongs
+to a hardware shape in `profiles/*.yaml`. Keys are the dotted paths through these classes: `optim.lr`, `data.max_slice`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+class Section(BaseModel):
+    """A frozen group of keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+
+class ModelConfig(Section):
+    """Which model. `weights` loads published ones; without it the model is initialised at random from `config`."""
+
+    config: dict[str, Any] = Field(default={}, description="keys of the library's config.json; or the path of such a file")
+    weights: str | None = Field(default=None, description="path:DIR or hf:NAME; its config.json is the model's")
+
+
+class LmTaskConfig(Section):
+    """Causal language modelling: cross-entropy of the next token of the same document."""
+
+    kind: Literal["lm"] = "lm"
+
+
+class ShardedEngineConfig(Section):
+    """FSDP2 over all workers; on one worker, plain resident training under the same cast policy."""
+
+    kind: Literal["sharded"] = "sharded"
+    reshard_after_forward: bool = Field(
+        default=True, description="free a block's gathered parameters after its forward (less memory, one more gather)"
+    )
+
+
+class StreamEngineConfig(Section):
+    """One GPU, blocks streamed from host memory."""
+
+    kind: Literal["stream"] = "stream"
+
+
+class DataConfig(Section):
+    """Where the text comes from and how it becomes rows of tokens."""
+
+    source: str | tuple[str, ...] = Field(
+        default="builtin:topics", description="builtin:topics, path:FILE-OR-GLOB or hf:NAME[:CONFIG[:SPLIT]]; one or a list"
+    )
+    eval_source: str | tuple[str, ...] | None = Field(
+        default=None, description="held-out data, same forms; without it eval_fraction of source is held out"
+    )
+    eval_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of the tokens held out, by whole documents")
+    text_key: str = Field(default="text", description="field of jsonl, parquet and hf rows that holds the text")
+    tokenizer: str | None = Field(
+        default=None, description="train, path:DIR or hf:NAME; default: that of model.weights, else trained on the source"
+    )
+    vocab_size: int | None = Field(
+        default=None, ge=258, description="size of a trained tokenizer; default: the model's vocab_size"
+    )
+    packing: bool = Field(default=True, description="fill each row with several documents; otherwise pad rows to the longest")
+    max_slice: int = Field(default=512, ge=2, description="tokens in a row; longer documents are cut")
+
+
+class BatchConfig(Section):
+    """Rows per micro-batch and worker, micro-batches per step; their product with the number of workers is the global size."""
+
+    micro_size: int = Field(default=8, ge=1)
+    accumulation_steps: int = Field(default=4, ge=1)
+    global_size: int | None = Field(default=None, ge=1, description="only checked: micro_size x accumulation_steps x workers")
+
+
+class OptimConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    kind: Literal["adamw", "adam8bit"] = "adamw"
+    lr: float = Field(default=5e-5, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled; not applied to 1-D parameters")
+    master: Literal["fp32", "split24", "stochastic"] = "fp32"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=100, ge=0)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="where linear and cosine end, as a share of lr")
+
+
+class ClipConfig(Section):
+    """Clipping of the global gradient norm."""
+
+    mode: Literal["exact", "previous", "block"] = "exact"
+    max_norm: float = Field(default=1.0, gt=0)
+
+
+class TrainLoopConfig(Section):
+    """How long, and how often something is said."""
+
+    num_steps: int = Field(default=1000, ge=0)
+    log_every: int = Field(default=10, ge=1)
+
+
+class EvaluationConfig(Section):
+    """Loss on the held-out split, always at the end, and every `every_steps` if that is not 0."""
+
+    every_steps: int = Field(default=0, ge=0)
+    max_rows: int = Field(default=1024, ge=1, description="rows of the held-out split that are used, the same each time")
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, and how many checkpoints are kept."""
+
+    every_steps: int = Field(default=200, ge=1)
+    keep: int = Field(default=2, ge=1)
+
+
+class ResourcesConfig(Section):
+    """What each worker asks of the cluster."""
+
+    num_workers: int = Field(default=1, ge=1)
+    cpu: float = Field(default=1.0, gt=0, description="CPUs a worker")
+    gpu: float = Field(default=0.0, ge=0, description="GPUs a worker")
+    accelerator: str | None = Field(default=None, description="Ray's name of the GPU, such as RTX-A6000 or A100")
+    label_selector: dict[str, str] = Field(default={}, description="labels that a worker's node must carry")
+    max_failures: int = Field(default=3, ge=0, description="restarts from the last checkpoint after a lost worker")
+
+
+class HardwareConfig(Section):
+    """What the hardware can do, where a probe should not find it out."""
+
+    tflops: float | None = Field(default=None, gt=0, description="matrix TFLOPS of one device; default: measured at start")
+
+
+class TrackingConfig(Section):
+    """Where MLflow records the run."""
+
+    uri: str | None = Field(default=None, description="MLflow tracking server or database; default: sqlite in the storage folder")
+    experiment: str = "fluxray"
+
+
+class TrainConfig(Section):
+    """The whole configuration of one run."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="a run of that name is resumed")
+    storage: str | None = Field(default=None, description="absolute folder of runs and caches; default: FLUXRAY_HOME, ~/.fluxray")
+    seed: int = Field(default=0, ge=0)
+    deterministic: bool = Field(default=False, description="bit-equal repetition on a GPU, at a cost in speed")
+    precision: Literal["fp32", "amp-bf16", "amp-fp16", "mixed-bf16"] = "fp32"
+    activation_checkpoint: Literal["none", "full"] = "none"
+    compile: bool = False
+    allocator: Literal["native", "expandable", "async"] = "native"
+    model: ModelConfig = ModelConfig()
+    task: LmTaskConfig = LmTaskConfig()
+    engine: Annotated[ShardedEngineConfig | StreamEngineConfig, Field(discriminator="kind")] = ShardedEngineConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optim: OptimConfig = OptimConfig()
+    clip: ClipConfig = ClipConfig()
+    train: TrainLoopConfig = TrainLoopConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one optimizer step over all workers."""
+        return self.batch.micro_size * self.batch.accumulation_steps * self.resources.num_workers

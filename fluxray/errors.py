@@ -1,0 +1,25 @@
+"""The user's faults. Each message is one line that names the key, the value and the remedy.
+
+The command line prints the message of any `FluxrayError` without a traceback and exits with code 2. Faults of fluxray itself
+are ordinary exceptions and keep their traceback.
+"""
+
+
+class FluxrayError(Exception):
+    """Base of the faults that a user can mend."""
+
+
+class ConfigError(FluxrayError):
+    """A configuration key has a value that cannot be honoured."""
+
+
+class PlanError(FluxrayError):
+    """What was asked for does not fit the hardware: GPUs, CPUs, device, host or disk memory."""
+
+
+class DataError(FluxrayError):
+    """A data source is missing, empty, unreadable or does not fit the model."""
+
+
+class CheckpointError(FluxrayError):
+    """A checkpoint is missing, damaged, of another model or of another format version."""

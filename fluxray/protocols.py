@@ -1,0 +1,315 @@
+"""The seams: the values and interfaces through which data, tasks, models, engines and the trainer meet.
+
+Nothing here does work. A model family is a `Task` and a `BlockStack`; a way to run it is an `Engine`; the `Trainer` knows only these.
+
+Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from fluxray.seeding import derive_seed
+
+IGNORE_INDEX = -100
+"""Target of a position that has no next token to predict: the last of its document, or padding."""
+
+
+@dataclass(frozen=True, order=True)
+class SampleId:
+    """One draw of one sample: the `index`-th row of the data set, in pass number `epoch` over it."""
+
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """What names the random numbers of one micro-batch: run seed, optimizer step and the samples in it, in order."""
+
+    seed: int
+    step: int
+    samples: tuple[SampleId, ...]
+
+    def stream(self, purpose: str) -> int:
+        """Return the 63-bit seed of this micro-batch's random stream for `purpose`."""
+        return derive_seed(self.seed, purpose, self.step, tuple((s.epoch, s.index) for s in self.samples))
+
+
+class Batch(Protocol):
+    """One micro-batch of one rank, ready for `BlockStack.prologue`."""
+
+    @property
+    def key(self) -> BatchKey | None:
+        """Names its random numbers; None in evaluation, where there are none."""
+        ...
+
+    @property
+    def num_valid(self) -> int:
+        """Number of terms of the loss: predicted tokens for text, samples for images. 0 in a zero-weight batch."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of positions that the blocks process, padding included."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy whose tensors are on `device`; asynchronous where the source is pinned."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Rows of tokens. All tensors are int64 [B, S].
+
+    `document_ids` number the documents of a row from 0; positions of different documents do not see each other, and padding is a
+    document of its own. `position_ids` restart at 0 in each document. `targets` holds the next token of the same document, or
+    IGNORE_INDEX. `single_document` is known on the host: no row holds a second document (nor padding), so the mask is plain causal.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    document_ids: Tensor
+    targets: Tensor
+    single_document: bool
+    num_valid: int
+    key: BatchKey | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of positions, padding included."""
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device) -> "TextBatch":
+        """Return a copy whose tensors are on `device`."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("input_ids", "position_ids", "document_ids", "targets")
+        }
+        return replace(self, **moved)
+
+
+class State(NamedTuple):
+    """What travels between blocks.
+
+    `carry` is what one block hands the next (hidden states [B, S, D]); `shared` is what every block reads (rotary embeddings,
+    masks), unchanged, so the gradient of a shared tensor is the sum over the blocks. `dropout_seed` keys the dropout of the
+    micro-batch and is None where there is none.
+    """
+
+    carry: tuple[Tensor, ...]
+    shared: Mapping[str, Tensor | None]
+    dropout_seed: int | None
+
+
+class LossOutput(NamedTuple):
+    """Sum of the loss over a micro-batch's valid terms (fp32 scalar) and their number."""
+
+    sum: Tensor
+    num_valid: int
+
+
+class LossFn(Protocol):
+    """Maps the model's output ([B, S, V] logits for text) and the batch to the summed loss."""
+
+    def __call__(self, output: Tensor, batch: Any, /) -> LossOutput: ...
+
+
+class Block(Protocol):
+    """One repeated block: the library's own module together with how it is called."""
+
+    @property
+    def name(self) -> str:
+        """Path of the module in the library's model, such as `gpt_neox.layers.3`."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The library's module."""
+        ...
+
+    def __call__(self, state: State, /) -> State: ...
+
+
+class BlockStack(Protocol):
+    """A model as prologue, ordered blocks and epilogue. Its `__call__` composes the three inside one module call, so FSDP hooks fire."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The library's model; its parameter names are the names used everywhere."""
+        ...
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The repeated blocks, in order."""
+        ...
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether any dropout probability is above zero."""
+        ...
+
+    def prologue(self, batch: Any, /) -> State:
+        """Embed the batch and compute what every block reads."""
+        ...
+
+    def epilogue(self, state: State, batch: Any, loss_fn: Callable[[Tensor, Any], Any], /) -> Any:
+        """Apply final norm and head, then `loss_fn`; returns what `loss_fn` returns."""
+        ...
+
+    def __call__(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any], /) -> Any: ...
+
+
+class Task(Protocol):
+    """What is learned: how raw rows become a batch, and the loss."""
+
+    def prepare(self, raw: Sequence[Any], key: BatchKey | None) -> Batch:
+        """Collate raw rows into one micro-batch on the host."""
+        ...
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The summed loss of a micro-batch."""
+        ...
+
+
+class StepOutput(NamedTuple):
+    """What one optimizer step returns; tensors are scalars on the device, so nothing waits for them until they are logged.
+
+    `loss` is the mean over the valid terms of the global batch (fp32), `grad_norm` the true global norm before clipping (fp32),
+    `num_valid` the number of valid terms of the global batch.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_valid: Tensor
+
+
+class StateItem(NamedTuple):
+    """One piece of an engine's state on this rank.
+
+    `section` is `weights`, `exp_avg`, `exp_avg_sq` or `step`; `name` the library's parameter name; `shape` the whole tensor's;
+    `offset` the first row (dimension 0) of this piece, or None if the piece is the whole tensor, which then every rank holds.
+    """
+
+    section: str
+    name: str
+    shape: tuple[int, ...]
+    offset: int | None
+    tensor: Tensor
+
+
+class StateReader(Protocol):
+    """Gives back pieces of a saved state."""
+
+    def sections(self, name: str, /) -> Sequence[str]:
+        """Return the sections saved for the parameter `name`."""
+        ...
+
+    def read(self, section: str, name: str, offset: int, num_rows: int | None, /) -> Tensor:
+        """Return rows [offset, offset + num_rows) of a saved tensor, on the host; all of it for None."""
+        ...
+
+
+class Engine(Protocol):
+    """Owns one whole optimizer step. Every engine passes the conformance suite of `tests/engine`."""
+
+    def train_step(self, micro_batches: Sequence[Batch], lr: float) -> StepOutput:
+        """Forward, backward, clip and step over this rank's micro-batches of one global batch."""
+        ...
+
+    def eval_step(self, batch: Batch) -> LossOutput:
+        """Return this rank's summed loss of `batch`, without dropout or gradients. All ranks call it equally often."""
+        ...
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the model's output for `batch`, without dropout or gradients."""
+        ...
+
+    def flush(self) -> None:
+        """Apply every update that is still pending, before a save, an evaluation or the end."""
+        ...
+
+    def state_items(self) -> Iterator[StateItem]:
+        """Yield this rank's pieces of weights and optimizer state."""
+        ...
+
+    def load_items(self, reader: StateReader) -> None:
+        """Replace weights and optimizer state by saved ones, saved under any number of ranks."""
+        ...
+
+
+class MicroBatches(NamedTuple):
+    """One global batch as this rank sees it, and where the data stands once it has been consumed."""
+
+    batches: Sequence[Batch]
+    epoch: int
+    position: int
+
+
+BatchSource = Callable[["RunState"], Iterable[MicroBatches]]
+"""Yields global batches from where a RunState stands."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning-rate schedule: linear warm-up over `warmup_steps`, then `kind` down to `min_ratio` of `peak_lr` at `total_steps`."""
+
+    kind: str
+    peak_lr: float
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything that influences the future of a run, apart from the engine's tensors.
+
+    `step` counts finished optimizer steps, `epoch` and `position` say which samples have been consumed (`position` within the
+    epoch's order), `seed` names all random streams, `num_tokens` counts the processed positions of all ranks.
+    """
+
+    seed: int
+    schedule: Schedule
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    num_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RunState":
+        """Rebuild from `to_json`."""
+        return cls(**{**values, "schedule": Schedule(**values["schedule"])})
+
+
+class Report(NamedTuple):
+    """What the trainer says: after `log_every` steps, after an evaluation, after a checkpoint has been committed on disk.
+
+    `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `perf/tokens_per_s`, `perf/mfu`,
+    `memory/...`, `eval/loss`, `eval/perplexity`). `checkpoint` is the directory of a complete checkpoint, or None.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended: `step` finished optimizer steps, last training loss, loss and perplexity on the held-out split, last checkpoint."""
+
+    step: int
+    train_loss: float | None
+    eval_loss: float
+    perplexity: float
+    checkpoint: str | None
