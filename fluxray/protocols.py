@@ -1,6 +1,7 @@
 """The seams: the values and interfaces through which data, tasks, models, engines and the trainer meet.
 
-Nothing here does work. A model family is a `Task` and a `BlockStack`; a way to run it is an `Engine`; the `Trainer` knows only these.
+Nothing here does work. A model family is a `Task` and a `BlockStack`; a way to run it is an `Engine`; the `Trainer` knows only
+these.
 
 Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
 """
@@ -69,7 +70,8 @@ class TextBatch:
 
     `document_ids` number the documents of a row from 0; positions of different documents do not see each other, and padding is a
     document of its own. `position_ids` restart at 0 in each document. `targets` holds the next token of the same document, or
-    IGNORE_INDEX. `single_document` is known on the host: no row holds a second document (nor padding), so the mask is plain causal.
+    IGNORE_INDEX. `single_document` is known on the host: no row holds a second document (nor padding), so the mask is plain
+    causal.
     """
 
     input_ids: Tensor
@@ -117,7 +119,9 @@ class LossOutput(NamedTuple):
 class LossFn(Protocol):
     """Maps the model's output ([B, S, V] logits for text) and the batch to the summed loss."""
 
-    def __call__(self, output: Tensor, batch: Any, /) -> LossOutput: ...
+    def __call__(self, output: Tensor, batch: Any, /) -> LossOutput:
+        """Return the summed loss of `batch`."""
+        ...
 
 
 class Block(Protocol):
@@ -133,11 +137,13 @@ class Block(Protocol):
         """The library's module."""
         ...
 
-    def __call__(self, state: State, /) -> State: ...
+    def __call__(self, state: State, /) -> State:
+        """Return the state behind this block."""
+        ...
 
 
 class BlockStack(Protocol):
-    """A model as prologue, ordered blocks and epilogue. Its `__call__` composes the three inside one module call, so FSDP hooks fire."""
+    """A model as prologue, ordered blocks and epilogue; `__call__` composes them inside one module call, so FSDP hooks fire."""
 
     @property
     def model(self) -> nn.Module:
@@ -162,7 +168,9 @@ class BlockStack(Protocol):
         """Apply final norm and head, then `loss_fn`; returns what `loss_fn` returns."""
         ...
 
-    def __call__(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any], /) -> Any: ...
+    def __call__(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any], /) -> Any:
+        """Run prologue, blocks and epilogue."""
+        ...
 
 
 class Task(Protocol):
@@ -258,7 +266,7 @@ BatchSource = Callable[["RunState"], Iterable[MicroBatches]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning-rate schedule: linear warm-up over `warmup_steps`, then `kind` down to `min_ratio` of `peak_lr` at `total_steps`."""
+    """Learning rate: linear warm-up over `warmup_steps`, then `kind` down to `min_ratio` of `peak_lr` at `total_steps`."""
 
     kind: str
     peak_lr: float
@@ -289,14 +297,15 @@ class RunState:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunState":
         """Rebuild from `to_json`."""
-        return cls(**{**values, "schedule": Schedule(**values["schedule"])})
+        fields = dict(values)
+        return cls(schedule=Schedule(**fields.pop("schedule")), **fields)
 
 
 class Report(NamedTuple):
     """What the trainer says: after `log_every` steps, after an evaluation, after a checkpoint has been committed on disk.
 
-    `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `perf/tokens_per_s`, `perf/mfu`,
-    `memory/...`, `eval/loss`, `eval/perplexity`). `checkpoint` is the directory of a complete checkpoint, or None.
+    `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `perf/tokens_per_s`,
+    `perf/mfu`, `memory/...`, `eval/loss`, `eval/perplexity`). `checkpoint` is the directory of a complete checkpoint, or None.
     """
 
     step: int
@@ -306,7 +315,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended: `step` finished optimizer steps, last training loss, loss and perplexity on the held-out split, last checkpoint."""
+    """How a run ended: finished optimizer steps, last training loss, held-out loss and perplexity, last checkpoint."""
 
     step: int
     train_loss: float | None

@@ -5,10 +5,11 @@ numbers on any number of ranks, under any split into micro-batches and after any
 """
 
 import hashlib
+from typing import TypeAlias
 
 import numpy as np
 
-KeyPart = int | str | tuple
+KeyPart: TypeAlias = int | str | tuple["KeyPart", ...]
 
 
 def derive_seed(*key: KeyPart) -> int:

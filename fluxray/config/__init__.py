@@ -1,0 +1,1 @@
+"""The frozen configuration of a run, and how it is resolved."""

@@ -1,12 +1,13 @@
 """The configuration of a run, as frozen values. Unknown keys, wrong types and contradictions are refused when it is built.
 
-A default stands here only where it holds for every model and every machine; what belongs to a model is in `models/*.yaml`, what belongs
-to a hardware shape in `profiles/*.yaml`. Keys are the dotted paths through these classes: `optim.lr`, `data.max_slice`.
+A default stands here only where it holds for every model and every machine; what belongs to a model is in `models/*.yaml`, what
+belongs to a hardware shape in `profiles/*.yaml`. Keys are the dotted paths through these classes: `optim.lr`, `data.max_slice`.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
 
 class Section(BaseModel):
     """A frozen group of keys."""

@@ -1,0 +1,1 @@
+"""Text to rows of tokens to global batches."""

@@ -1,0 +1,1 @@
+"""Library models as block stacks."""

@@ -1,0 +1,1 @@
+"""What is learned: batches and losses."""

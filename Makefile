@@ -1,0 +1,40 @@
+# Needs Python 3.11 or newer and nothing else; everything is installed into .venv. pip's own variables (PIP_CONSTRAINT, ...) apply.
+#   make train   trains a small model on real English on the CPU; more words of the configuration: make train ARGS='train.num_steps=50'
+#   make test    runs the tests
+#   make check   runs the linters, the type checker, the import rules and the check of the documents
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+
+.PHONY: train test check clean
+
+train: .venv/installed
+	$(BIN)/python jobs/train.py --profile cpu --model lm-tiny $(ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+
+.venv/bin/pip:
+	@$(if $(PYTHON),$(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "fluxray needs Python 3.11 or newer, and '$(or $(PYTHON),python3)' is not; try make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv || \
+		{ rm -rf .venv; echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+
+.venv/installed: pyproject.toml | .venv/bin/pip
+	$(BIN)/python -m pip install -e '.[test]'
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@
