@@ -1,6 +1,6 @@
 """What no single key can know: contradictions between keys, and values whose code is not there yet."""
 
-from fluxray.config.schema import TrainConfig
+from fluxray.config.schema import DataConfig, TrainConfig
 from fluxray.errors import ConfigError
 
 
@@ -13,11 +13,13 @@ def check_consistent(config: TrainConfig) -> None:
             f"batch.global_size: {batch.global_size} is not batch.micro_size {batch.micro_size} x batch.accumulation_steps "
             f"{batch.accumulation_steps} x resources.num_workers {workers} = {config.global_batch_size}; set two of the three"
         )
-    if data.eval_source is not None and "eval_fraction" in data.model_fields_set:
+    if not data.source or data.eval_source == ():
+        raise ConfigError(f"data.{'eval_source' if data.source else 'source'}: [] names no data; name some, or drop the key")
+    if data.eval_source is not None and data.eval_fraction != DataConfig.model_fields["eval_fraction"].default:
         raise ConfigError("data.eval_fraction: has no effect beside data.eval_source; set one of them")
     if data.vocab_size is not None and data.tokenizer not in (None, "train"):
         raise ConfigError(
-            f"data.vocab_size: {data.vocab_size} has no effect, data.tokenizer {data.tokenizer!r} is not trained; drop one of them"
+            f"data.vocab_size: {data.vocab_size} has no effect, data.tokenizer {data.tokenizer!r} is not trained; drop either"
         )
     if optim.schedule != "constant" and optim.warmup_steps >= max(train.num_steps, 1):
         raise ConfigError(
@@ -30,6 +32,10 @@ def check_consistent(config: TrainConfig) -> None:
         )
     if config.resources.gpu == 0 and config.allocator != "native":
         raise ConfigError(f"allocator: {config.allocator!r} is CUDA's, and resources.gpu is 0; set native")
+    if config.resources.gpu == 0 and config.resources.accelerator is not None:
+        raise ConfigError(
+            f"resources.accelerator: {config.resources.accelerator!r} is a GPU, and resources.gpu is 0; set resources.gpu=1"
+        )
     if config.engine.kind == "stream" and workers != 1:
         raise ConfigError(f"resources.num_workers: {workers}, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded")
     if config.storage is not None and not config.storage.startswith("/"):

@@ -1,0 +1,67 @@
+import pytest
+
+from fluxray.config.checks import check_available
+from fluxray.config.load import resolve
+from fluxray.errors import ConfigError
+
+CONTRADICTIONS = {
+    ("batch.global_size=10",): (
+        "batch.global_size: 10 is not batch.micro_size 8 x batch.accumulation_steps 4 x resources.num_workers 1 = 32; "
+        "set two of the three"
+    ),
+    ("data.eval_source=path:x", "data.eval_fraction=0.1"): (
+        "data.eval_fraction: has no effect beside data.eval_source; set one of them"
+    ),
+    ("data.vocab_size=300", "data.tokenizer=path:tok"): (
+        "data.vocab_size: 300 has no effect, data.tokenizer 'path:tok' is not trained; drop either"
+    ),
+    ("data.source=[]",): "data.source: [] names no data; name some, or drop the key",
+    ("data.eval_source=[]",): "data.eval_source: [] names no data; name some, or drop the key",
+    ("optim.schedule=cosine", "train.num_steps=100"): (
+        "optim.warmup_steps: 100 leaves nothing of train.num_steps 100 for the cosine schedule; "
+        "lower it or set optim.schedule=constant"
+    ),
+    ("optim.min_lr_ratio=0.1",): (
+        "optim.min_lr_ratio: 0.1 has no effect with optim.schedule constant; set linear or cosine"
+    ),
+    ("allocator=async",): "allocator: 'async' is CUDA's, and resources.gpu is 0; set native",
+    ("resources.accelerator=A100",): "resources.accelerator: 'A100' is a GPU, and resources.gpu is 0; set resources.gpu=1",
+    ("engine.kind=stream", "resources.num_workers=2"): (
+        "resources.num_workers: 2, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded"
+    ),
+    ("storage=runs",): "storage: 'runs' is not an absolute path; workers run in other folders than you do",
+}  # fmt: skip
+
+NOT_YET = {
+    ("engine.kind=stream",): "engine.kind: 'stream' is not available in this version; set engine.kind=sharded",
+    ("optim.kind=adam8bit",): "optim.kind: 'adam8bit' is not available in this version; set optim.kind=adamw",
+    ("optim.master=split24",): "optim.master: 'split24' is not available in this version; set optim.master=fp32",
+    ("clip.mode=block",): "clip.mode: 'block' is not available in this version; set clip.mode=exact",
+    ("precision=amp-fp16",): "precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), CONTRADICTIONS.items())
+def test_contradicting_keys_are_refused(words, message):
+    with pytest.raises(ConfigError) as refused:
+        resolve(overrides=words)
+    assert str(refused.value) == message
+
+
+def test_consistent_keys_pass():
+    assert resolve(overrides=["batch.global_size=64", "resources.num_workers=2"]).global_batch_size == 64
+    resolve(overrides=["data.vocab_size=300", "data.tokenizer=train"])
+    resolve(overrides=["allocator=async", "resources.gpu=1", "resources.accelerator=RTX-A6000"])
+
+
+@pytest.mark.parametrize(("words", "message"), NOT_YET.items())
+def test_what_this_version_cannot_run_resolves_and_is_refused_at_start(words, message):
+    with pytest.raises(ConfigError) as refused:
+        check_available(resolve(overrides=words))
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("profile", ["cpu", "fsdp8"])
+@pytest.mark.parametrize("model", ["lm-tiny", "flux2-seed", "neox-20b"])
+def test_the_sharded_profiles_can_be_run(profile, model):
+    check_available(resolve(profile, model))
