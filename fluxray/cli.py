@@ -1,0 +1,145 @@
+"""The command line. Nothing heavy is imported before a command needs it."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from fluxray.errors import FluxrayError
+from fluxray.runtime.outcome import FailedError, StoppedError
+
+USER_FAULT, FAILURE, STOPPED = 2, 1, 130
+
+app = typer.Typer(
+    name="fluxray",
+    help="Trains large Flux models, every parameter of them, on one 48 GB card or a group of GPUs, as a service on Ray.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Profile = Annotated[str | None, typer.Option(help="Hardware shape: cpu, a6000, fsdp8.", show_default=False)]
+Model = Annotated[
+    str | None, typer.Option(help="Preset (lm-tiny, flux2-seed, neox-20b), path:DIR or hf:NAME.", show_default=False)
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Configuration keys.", show_default=False)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+Storage = Annotated[str | None, typer.Option(help="Folder of the runs; default: $FLUXRAY_HOME, ~/.fluxray.", show_default=False)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray and the workers print.")]
+
+
+@app.command()
+def train(overrides: Overrides = None, profile: Profile = None, model: Model = None, verbose: Verbose = False) -> None:
+    """Train a model, or go on with the run called name=NAME."""
+    from fluxray.config.load import resolve
+
+    config = resolve(profile, model, overrides or ())
+    from fluxray.runtime.launch import train as launch
+
+    done = launch(config, label=model or "run", verbose=verbose)
+    summary = done.summary
+    rows = {
+        "run": f"{done.name}, finished at step {summary.step}",
+        "checkpoint": summary.checkpoint or "none",
+        "held-out": f"loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}",
+        "MLflow": _ui_hint(config.storage) if config.tracking.uri is None else done.tracking_uri,
+    }
+    for name, text in rows.items():
+        print(f"{name:<12}{text}")
+
+
+@app.command()
+def config(
+    overrides: Overrides = None,
+    profile: Profile = None,
+    model: Model = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print YAML.")] = False,
+) -> None:
+    """Print the resolved configuration; * marks what is not the default, and the layer it comes from follows."""
+    from fluxray.config.load import flatten, origins, resolve, to_yaml
+    from fluxray.config.schema import TrainConfig
+
+    resolved = resolve(profile, model, overrides or ())
+    if yaml:
+        print(to_yaml(resolved), end="")
+        return
+    flat, defaults = flatten(resolved), flatten(TrainConfig())
+    sources = origins(profile, model, overrides or ())
+    width = max(map(len, flat))
+    for key, value in flat.items():
+        mark = " " if key in defaults and defaults[key] == value else "*"
+        print(f"{mark} {key:<{width}}  {_shown(value)}{f'  ({sources[key]})' if key in sources else ''}")
+
+
+@app.command()
+def evaluate(run: Run, storage: Storage = None, verbose: Verbose = False) -> None:
+    """Print loss and perplexity of a run's newest checkpoint on its held-out split."""
+    from fluxray.runtime.paths import find_run, home
+
+    run_dir = find_run(run, home(storage))
+    from fluxray.runtime.launch import evaluate as launch
+
+    summary = launch(run_dir, verbose=verbose)
+    print(f"{run_dir.name} at step {summary.step}: loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}")
+
+
+@app.command()
+def export(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, for from_pretrained of transformers.")],
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Format of the weights.")] = "fp32",
+    storage: Storage = None,
+) -> None:
+    """Write a run's newest checkpoint as a folder that transformers loads."""
+    from fluxray.runtime.paths import find_run, home
+
+    run_dir = find_run(run, home(storage))
+    from fluxray.export import export_run
+
+    print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype)}")
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(help="Port on this machine.", min=1, max=65535)] = 5000,
+    storage: Storage = None,
+) -> None:
+    """Open MLflow's pages on the runs of this machine until Ctrl-C."""
+    from fluxray.runtime.paths import home
+    from fluxray.runtime.ui import serve
+
+    serve(home(storage), port)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 the user's fault, 130 stopped (resumable)."""
+    usage_error: Any = typer.BadParameter.__base__
+    try:
+        code = app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+    except FluxrayError as error:
+        code = _end("error", error, USER_FAULT)
+    except usage_error as error:
+        code = _end("error", error.format_message() or "a command is missing; see fluxray --help", USER_FAULT)
+    except FailedError as error:
+        code = _end("failed", error, FAILURE)
+    except StoppedError as error:
+        code = _end("stopped", error, STOPPED)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _end("stopped", "nothing is running any more", STOPPED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end(what: str, message: object, code: int) -> int:
+    print(f"fluxray: {what}: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _ui_hint(storage: str | None) -> str:
+    return "fluxray ui" if storage is None else f"fluxray ui --storage {storage}"
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,178 @@
+"""The Ray cluster as a run needs it: connected, large enough, and with the settings that must precede torch in a worker."""
+
+import difflib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+import fluxray
+from fluxray.config.schema import ResourcesConfig, TrainConfig
+from fluxray.errors import PlanError
+
+FREE_TIMEOUT_S = 10.0
+"""How long resources that an ended run still holds may take to come back."""
+
+GRAIN = 1e-4
+"""Ray counts resources in steps of this size."""
+
+ACCELERATOR_PREFIX = "accelerator_type:"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ALLOCATORS = {"expandable": "expandable_segments:True", "async": "backend:cudaMallocAsync"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the cluster: all that it has, free or not."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@contextmanager
+def session(verbose: bool) -> Iterator[int | None]:
+    """Connect to the cluster of RAY_ADDRESS, else start Ray on this machine for as long as the context lasts.
+
+    Yields this machine's number of cores if Ray runs here alone, else None. A Ray that is already connected is used and left on.
+    With `verbose`, what workers print is shown.
+    """
+    if ray.is_initialized():
+        yield None
+        return
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    with _importable_in_workers():
+        try:
+            ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
+        except (ConnectionError, ValueError) as error:
+            raise PlanError(f"RAY_ADDRESS: {address!r} cannot be reached ({_first_line(error)}); unset it to run here") from None
+    try:
+        yield len(os.sched_getaffinity(0)) if address == "local" else None
+    finally:
+        ray.shutdown()
+
+
+def check_resources(asked: ResourcesConfig) -> None:
+    """Raise PlanError at once for what the connected cluster cannot hold, and soon for what others are using."""
+    nodes = [Node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
+    check_fits(asked, nodes)
+    deadline = time.monotonic() + FREE_TIMEOUT_S
+    while (taken := _taken(asked, ray.available_resources())) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if taken:
+        raise PlanError(f"{taken} on a cluster of {_inventory(nodes)}; wait for other runs to end, or ask for less")
+
+
+def check_fits(asked: ResourcesConfig, nodes: Sequence[Node]) -> None:
+    """Raise PlanError if `nodes`, all free, could not hold the workers: what is there, what was asked, which keys to change."""
+    labelled = [node for node in nodes if _matches(node.labels, asked.label_selector)]
+    if not labelled:
+        labels = sorted(
+            {f"{key}={value}" for node in nodes for key, value in node.labels.items() if not key.startswith("ray.io/")}
+        )
+        raise PlanError(
+            f"resources.label_selector: {dict(asked.label_selector)} matches none of the cluster's {_nodes(nodes)} "
+            f"(labels there: {', '.join(labels) or 'none'}); start nodes with `ray start --labels`, or change the key"
+        )
+    fitting = labelled
+    if asked.accelerator is not None:
+        fitting = [node for node in labelled if ACCELERATOR_PREFIX + asked.accelerator in node.resources]
+    if not fitting:
+        found = {key for node in labelled for key in node.resources if key.startswith(ACCELERATOR_PREFIX)}
+        names = sorted(key.removeprefix(ACCELERATOR_PREFIX) for key in found)
+        close = difflib.get_close_matches(str(asked.accelerator), names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there: {', '.join(names) or 'none'}; drop the key or change it"
+        raise PlanError(f"resources.accelerator: {asked.accelerator!r} is on none of the cluster's {_nodes(labelled)}; {hint}")
+    room = sum(_room(node, asked) for node in fitting)
+    if room < asked.num_workers:
+        raise PlanError(_too_small(asked, fitting, room))
+
+
+def worker_environment(config: TrainConfig, local_cores: int | None) -> dict[str, str]:
+    """Return the environment of each worker, which must be set before torch is imported there.
+
+    `local_cores` is the number of cores that a lone CPU worker may use all of; None on a cluster shared with others.
+    """
+    resources = config.resources
+    alone = resources.num_workers == 1 and resources.gpu == 0 and local_cores is not None
+    threads = str(local_cores if alone else max(1, int(resources.cpu)))
+    env = {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(THREAD_VARIABLES, threads)}
+    if config.allocator != "native":
+        env["PYTORCH_ALLOC_CONF"] = env["PYTORCH_CUDA_ALLOC_CONF"] = ALLOCATORS[config.allocator]
+    if config.deterministic:
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if resources.gpu > 0:
+        env |= {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    return env
+
+
+@contextmanager
+def _importable_in_workers() -> Iterator[None]:
+    """Let the workers of a local Ray import this fluxray, installed or not, wherever the driver was started."""
+    before = os.environ.get("PYTHONPATH")
+    root = str(Path(fluxray.__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else root
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Apply Ray's label selectors: `v`, `!v`, `in(a,b)`, `!in(a,b)`."""
+    for key, wanted in selector.items():
+        positive = not wanted.startswith("!")
+        text = wanted.removeprefix("!")
+        values = [v.strip() for v in text[3:-1].split(",")] if text.startswith("in(") and text.endswith(")") else [text]
+        if (labels.get(key) in values) != positive:
+            return False
+    return True
+
+
+def _room(node: Node, asked: ResourcesConfig) -> int:
+    needs = {"CPU": asked.cpu, "GPU": asked.gpu}
+    return min(math.floor((node.resources.get(name, 0) + GRAIN) / need) for name, need in needs.items() if need > 0)
+
+
+def _too_small(asked: ResourcesConfig, nodes: Sequence[Node], room: int) -> str:
+    workers = asked.num_workers
+    shares = [f"{share:g} {name}" for name, share in (("GPU", asked.gpu), ("CPU", asked.cpu)) if share > 0]
+    key = "resources.num_workers" if room else "resources.cpu"
+    if asked.gpu > sum(node.resources.get("GPU", 0) for node in nodes) / workers + GRAIN:
+        key = "resources.gpu"
+    remedy = f"set resources.num_workers={room}, or ask less for each" if room else "ask for less"
+    if key == "resources.gpu" and not any(node.resources.get("GPU") for node in nodes):
+        remedy = "set RAY_ADDRESS to a cluster with GPUs, or use --profile cpu"
+    return (
+        f"{key}: {workers} {'worker' if workers == 1 else 'workers'} of {' and '.join(shares)} each are asked for, "
+        f"the cluster has {_inventory(nodes)} and room for {room}; {remedy}"
+    )
+
+
+def _taken(asked: ResourcesConfig, free: Mapping[str, float]) -> str:
+    for key, name, share in (("resources.gpu", "GPU", asked.gpu), ("resources.cpu", "CPU", asked.cpu)):
+        wanted = share * asked.num_workers
+        if wanted > free.get(name, 0) + GRAIN:
+            return f"{key}: {wanted:g} {name}s are asked for, {free.get(name, 0):g} are free"
+    return ""
+
+
+def _inventory(nodes: Sequence[Node]) -> str:
+    total = {name: sum(node.resources.get(name, 0) for node in nodes) for name in ("GPU", "CPU")}
+    return f"{total['GPU']:g} GPUs and {total['CPU']:g} CPUs on {_nodes(nodes)}"
+
+
+def _nodes(nodes: Sequence[Node]) -> str:
+    return "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]

@@ -1,0 +1,125 @@
+"""Where everything lies under fluxray's home: runs/NAME, cache, mlflow.db, mlartifacts."""
+
+import difflib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluxray.errors import CheckpointError, ConfigError
+
+CONFIG_FILE = "config.yaml"
+REGISTRY_FILE = "checkpoint_manager_snapshot.json"
+"""Ray Train's list of committed checkpoints, in the run's folder."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folder of all runs. Workers run in other folders and on other nodes, so `root` is absolute and on shared storage."""
+
+    root: Path
+
+    @property
+    def runs(self) -> Path:
+        """Parent of the runs' folders."""
+        return self.root / "runs"
+
+    @property
+    def cache(self) -> Path:
+        """Tokenised data and trained tokenizers."""
+        return self.root / "cache"
+
+    @property
+    def database(self) -> Path:
+        """The embedded MLflow database."""
+        return self.root / "mlflow.db"
+
+    @property
+    def artifacts(self) -> Path:
+        """MLflow's artifacts beside the embedded database."""
+        return self.root / "mlartifacts"
+
+
+def home(storage: str | None = None) -> Home:
+    """Return the home: `storage`, else $FLUXRAY_HOME, else ~/.fluxray."""
+    return Home(Path(storage or os.environ.get("FLUXRAY_HOME") or "~/.fluxray").expanduser().absolute())
+
+
+def new_run_name(label: str, runs: Path) -> str:
+    """Return a name `LABEL-YYYYmmdd-HHMMSS-xxxx` that no run in `runs` has; `label` may be a hub name or a path."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", label.rstrip("/").rpartition("/")[2].rpartition(":")[2]).strip("-._") or "run"
+    while True:
+        name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if not (runs / name).exists():
+            return name
+
+
+def find_run(name_or_path: str, where: Home) -> Path:
+    """Return the folder of a run, given its name or its path; raises ConfigError with close matches."""
+    for candidate in (where.runs / name_or_path, Path(name_or_path).expanduser().absolute()):
+        if (candidate / CONFIG_FILE).is_file():
+            return candidate
+    names = sorted(path.parent.name for path in where.runs.glob(f"*/{CONFIG_FILE}"))
+    close = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.4)
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        hint = f"there are {', '.join(names[-5:])}" if names else "there is no run yet; `fluxray train` makes one"
+    raise ConfigError(f"run: {name_or_path!r} is neither a run in {where.runs} nor the folder of one; {hint}")
+
+
+def committed_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints that Ray has registered and that exist, newest first.
+
+    A directory that Ray does not know is not committed, whatever its name. Raises CheckpointError if the registry is damaged.
+    """
+    registered = [run_dir / entry["checkpoint_dir_name"] for entry in _read_registry(run_dir).get("checkpoint_results", [])]
+    return sorted((path for path in registered if path.is_dir()), key=lambda path: path.name, reverse=True)
+
+
+def forget_missing_checkpoints(run_dir: Path) -> list[str]:
+    """Take checkpoints that no longer exist out of Ray's registry, which would not start with them; return their names."""
+    registry = _read_registry(run_dir)
+    results: list[dict[str, Any]] = registry.get("checkpoint_results", [])
+    kept = [index for index, entry in enumerate(results) if (run_dir / entry["checkpoint_dir_name"]).is_dir()]
+    if len(kept) == len(results):
+        return []
+    if not kept:
+        (run_dir / REGISTRY_FILE).unlink()
+    else:
+        indices = registry["checkpoint_report_indices"]
+        registry = {
+            **registry,
+            "checkpoint_results": [results[index] for index in kept],
+            "checkpoint_report_indices": [indices[index] for index in kept],
+            "latest_checkpoint_result": results[kept[-1]],
+        }
+        write_text(run_dir / REGISTRY_FILE, json.dumps(registry))
+    return [entry["checkpoint_dir_name"] for index, entry in enumerate(results) if index not in kept]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _read_registry(run_dir: Path) -> Mapping[str, Any]:
+    path = run_dir / REGISTRY_FILE
+    if not path.exists():
+        return {}
+    try:
+        registry = json.loads(path.read_text(encoding="utf-8"))
+        names = [entry["checkpoint_dir_name"] for entry in registry["checkpoint_results"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path}: the list of committed checkpoints is damaged; start again with another name") from None
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{path}: names a checkpoint outside of its run; start again with another name")
+    return registry

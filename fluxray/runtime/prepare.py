@@ -1,0 +1,89 @@
+"""From a resolved configuration to a run: its name, its folder, what it may change when it is resumed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fluxray.config.load import flatten, from_yaml, to_yaml
+from fluxray.config.schema import TrainConfig
+from fluxray.data.sources import absolute_reference, absolute_sources
+from fluxray.errors import ConfigError
+from fluxray.runtime.paths import CONFIG_FILE, Home, home, new_run_name, write_text
+
+CHANGEABLE = (
+    "train.num_steps",
+    "train.log_every",
+    "storage",
+    "resources.",
+    "checkpoint.",
+    "evaluation.",
+    "tracking.",
+    "hardware.",
+)
+"""Keys that a later start of a run may change; a key with a dot at its end stands for its section."""
+
+BATCH_KEYS = ("batch.micro_size", "batch.accumulation_steps", "batch.global_size")
+"""How the global batch is cut may change with the workers, its size may not."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run about to start: `config` has name, storage and absolute paths; `resumed` holds the changed keys, None if new."""
+
+    config: TrainConfig
+    home: Home
+    run_dir: Path
+    resumed: Mapping[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is its folder's."""
+        return self.run_dir.name
+
+
+def prepare(config: TrainConfig, label: str) -> Run:
+    """Name the run and compare it with an earlier start of that name; writes nothing. ConfigError for what may not change."""
+    where = home(config.storage)
+    name = config.name or new_run_name(label, where.runs)
+    config = absolute_paths(config).model_copy(update={"name": name, "storage": str(where.root)})
+    run_dir = where.runs / name
+    resumed = None
+    if (run_dir / CONFIG_FILE).exists():
+        resumed = changed_keys(from_yaml(run_dir / CONFIG_FILE), config)
+    return Run(config, where, run_dir, resumed)
+
+
+def save_config(run: Run) -> None:
+    """Write the run's config.yaml."""
+    write_text(run.run_dir / CONFIG_FILE, to_yaml(run.config))
+
+
+def changed_keys(old: TrainConfig, new: TrainConfig) -> dict[str, Any]:
+    """Return the keys with new values that a resume may change; ConfigError names the first that it may not."""
+    before, after = flatten(old), flatten(new)
+    changed = {key: after.get(key) for key in {**before, **after} if before.get(key) != after.get(key)}
+    for key in changed:
+        if key not in BATCH_KEYS and not any(key == free or (free[-1] == "." and key.startswith(free)) for free in CHANGEABLE):
+            raise ConfigError(
+                f"{key}: {after.get(key)!r}, but run {new.name} was started with {before.get(key)!r}; "
+                f"set it back to go on with that run, or set another name"
+            )
+    if old.global_batch_size != new.global_batch_size:
+        raise ConfigError(
+            f"batch.accumulation_steps: {new.batch.accumulation_steps} makes a global batch of {new.global_batch_size} rows on "
+            f"{new.resources.num_workers} workers, but run {new.name} was started with {old.global_batch_size}; keep that size, "
+            f"or set another name"
+        )
+    return changed
+
+
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with each `path:` absolute, since workers run in other folders; DataError for a wrong form."""
+    data, model = config.data, config.model
+    held_out = None if data.eval_source is None else absolute_sources(data.eval_source, "data.eval_source")
+    tokenizer = None if data.tokenizer is None else absolute_reference(data.tokenizer)
+    weights = None if model.weights is None else absolute_reference(model.weights)
+    sources = {"source": absolute_sources(data.source), "eval_source": held_out}
+    data = data.model_copy(update={**sources, "tokenizer": tokenizer})
+    return config.model_copy(update={"data": data, "model": model.model_copy(update={"weights": weights})})
