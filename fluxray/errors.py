@@ -23,3 +23,9 @@ class DataError(FluxrayError):
 
 class CheckpointError(FluxrayError):
     """A checkpoint is missing, damaged, of another model or of another format version."""
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """Return the text of another library's error on one line of at most `limit` characters, for use inside a message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

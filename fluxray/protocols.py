@@ -6,7 +6,7 @@ these.
 Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -110,10 +110,10 @@ class State(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """Sum of the loss over a micro-batch's valid terms (fp32 scalar) and their number."""
+    """Sum of the loss over valid terms (fp32 scalar) and their number: a host number for one micro-batch, a scalar over ranks."""
 
     sum: Tensor
-    num_valid: int
+    num_valid: int | Tensor
 
 
 class LossFn(Protocol):
@@ -158,6 +158,15 @@ class BlockStack(Protocol):
     @property
     def has_dropout(self) -> bool:
         """Whether any dropout probability is above zero."""
+        ...
+
+    @property
+    def dropout_modules(self) -> Sequence[nn.Module]:
+        """The modules whose calls get a `dropout_seed` keyword when `State.dropout_seed` is set."""
+        ...
+
+    def materialise(self, device: torch.device, block: Any, /) -> None:
+        """Give the meta tensors of one block, or of everything outside the blocks for None, memory and first values on `device`."""
         ...
 
     def prologue(self, batch: Any, /) -> State:
@@ -232,7 +241,7 @@ class Engine(Protocol):
         ...
 
     def eval_step(self, batch: Batch) -> LossOutput:
-        """Return this rank's summed loss of `batch`, without dropout or gradients. All ranks call it equally often."""
+        """Return the summed loss and valid count of all ranks' batches, without dropout or gradients. All ranks call it equally often."""
         ...
 
     def forward(self, batch: Batch) -> Tensor:
@@ -260,8 +269,8 @@ class MicroBatches(NamedTuple):
     position: int
 
 
-BatchSource = Callable[["RunState"], Iterable[MicroBatches]]
-"""Yields global batches from where a RunState stands."""
+BatchSource = Callable[["RunState"], Generator[MicroBatches, None, None]]
+"""Yields global batches without end from where a RunState stands; closing the generator ends what prepares them."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What is learned: batches and losses."""
+"""What is learned from a batch."""

@@ -1,0 +1,54 @@
+"""The fp32 parameters that the optimizer steps, and the copies that the model computes with."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+
+class Masters:
+    """Named fp32 parameters. Where the model computes in another dtype on one GPU, each has a compute copy that follows it.
+
+    Under FSDP the model's own sharded parameters are the masters: FSDP casts when it gathers.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], copies: Mapping[str, nn.Parameter]):
+        self.named = dict(named)
+        self._copies = dict(copies)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Masters":
+        """Take the model's parameters themselves, tied ones once."""
+        return cls(dict(model.named_parameters()), {})
+
+    @classmethod
+    def with_compute_copies(cls, model: nn.Module, dtype: torch.dtype) -> "Masters":
+        """Keep the model's fp32 values as masters and turn its parameters into copies of `dtype`.
+
+        Each copy's gradient is added to its master's in fp32 as soon as backward has it, and freed.
+        """
+        named = {name: nn.Parameter(copy.detach(), requires_grad=copy.requires_grad) for name, copy in model.named_parameters()}
+        copies = dict(model.named_parameters())
+        for name, copy in copies.items():
+            copy.data = named[name].detach().to(dtype)
+            if copy.requires_grad:
+                copy.register_post_accumulate_grad_hook(_move_gradient_to(named[name]))
+        return cls(named, copies)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the stepped masters into the compute copies."""
+        if self._copies:
+            torch._foreach_copy_([self._copies[name] for name in self.named], list(self.named.values()))
+
+
+def _move_gradient_to(master: nn.Parameter):
+    def hook(copy: torch.Tensor) -> None:
+        assert copy.grad is not None
+        if master.grad is None:
+            master.grad = copy.grad.float()
+        else:
+            master.grad.add_(copy.grad)
+        copy.grad = None
+
+    return hook

@@ -1,0 +1,99 @@
+"""Everything that is done to a model before it is trained, in the order in which it is done."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fluxray.engine.activation_checkpoint import apply_activation_checkpoint
+from fluxray.engine.dropout import apply_dropout_keys
+from fluxray.engine.forward import wrap_forward
+from fluxray.engine.masters import Masters
+from fluxray.protocols import BlockStack
+
+Precision = Literal["fp32", "amp-bf16", "mixed-bf16"]
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """What is applied to the model. `precision` is the cast policy:
+
+    * `fp32`: everything in fp32;
+    * `amp-bf16`: fp32 parameters, matrix products in bf16 by autocast;
+    * `mixed-bf16`: fp32 masters, parameters, activations and persistent buffers in bf16, gradients reduced and accumulated in fp32.
+      Buffers that the library computes itself, the rotary frequencies, stay in fp32: in bf16 a position of 2,048 would be off by radians.
+    """
+
+    precision: Precision
+    compile: bool = False
+    activation_checkpoint: Literal["none", "full"] = "none"
+    reshard_after_forward: bool = True
+
+
+def parallelize(stack: BlockStack, techniques: Techniques, device: torch.device, mesh: DeviceMesh | None) -> Masters:
+    """Prepare a meta-device stack for training on `device`, sharded over `mesh` if there is one; return what the optimizer steps.
+
+    Tensors get memory block by block, and a block is sharded before the next one is allocated, so a rank never holds more than its
+    shards and one whole block.
+    """
+    if techniques.compile:
+        apply_compile(stack)
+    apply_dropout_keys(stack)
+    apply_activation_checkpoint(stack, techniques.activation_checkpoint)
+    if mesh is None:
+        return apply_resident(stack, techniques, device)
+    return apply_fsdp(stack, techniques, device, mesh)
+
+
+def apply_compile(stack: BlockStack) -> None:
+    """Compile each block's forward; blocks of one class share the compiled code."""
+    for block in stack.blocks:
+        wrap_forward(block.module, torch.compile)
+
+
+def apply_resident(stack: BlockStack, techniques: Techniques, device: torch.device) -> Masters:
+    """Allocate the whole model on `device`, under the same cast policy as a sharded one."""
+    for block in (*stack.blocks, None):
+        stack.materialise(device, block)
+    if techniques.precision == "mixed-bf16":
+        cast_buffers(stack.model)
+        return Masters.with_compute_copies(stack.model, torch.bfloat16)
+    return Masters.of(stack.model)
+
+
+def apply_fsdp(stack: BlockStack, techniques: Techniques, device: torch.device, mesh: DeviceMesh) -> Masters:
+    """Shard each block, then the rest, over `mesh` (FSDP2: Zhao et al., arXiv:2304.11277, per parameter).
+
+    Gradients are summed, not averaged: the loss is already divided by the valid count of the global batch.
+    """
+    mixed = techniques.precision == "mixed-bf16"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in stack.blocks:
+        stack.materialise(device, block)
+        fully_shard(block.module, mesh=mesh, mp_policy=policy, reshard_after_forward=techniques.reshard_after_forward)
+    stack.materialise(device, None)
+    fully_shard(stack, mesh=mesh, mp_policy=policy)
+    for module in fsdp_modules(stack):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if mixed:
+        cast_buffers(stack.model)
+    return Masters.of(stack.model)
+
+
+def fsdp_modules(stack: nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP2 shards; none on a resident model."""
+    return [module for module in stack.modules() if isinstance(module, FSDPModule)]
+
+
+def cast_buffers(model: nn.Module) -> None:
+    """Cast persistent floating-point buffers to bf16."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                setattr(module, name, buffer.to(torch.bfloat16))

@@ -1,0 +1,164 @@
+"""Training with every parameter on the GPUs: FSDP2 over N ranks, plain resident training on one."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fluxray.engine.masters import Masters
+from fluxray.engine.parallelize import Precision, fsdp_modules
+from fluxray.errors import CheckpointError
+from fluxray.protocols import Batch, BlockStack, LossFn, LossOutput, StateItem, StateReader, StepOutput
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedEngine:
+    """One optimizer step on a stack that `parallelize` has prepared (see `protocols.Engine`).
+
+    The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks nor on
+    the split into micro-batches. Clipping is exact: by the norm of the whole gradient.
+    """
+
+    def __init__(
+        self,
+        stack: BlockStack,
+        loss_fn: LossFn,
+        masters: Masters,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        runtime: "Runtime",
+    ):
+        self._stack = stack
+        self._loss_fn = loss_fn
+        self._masters = masters
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._runtime = runtime
+        self._sharded = fsdp_modules(stack)
+
+    def train_step(self, micro_batches: Sequence[Batch], lr: float) -> StepOutput:
+        """Forward, backward, clip and step over this rank's micro-batches of one global batch."""
+        self._stack.train()
+        num_valid = self._runtime.sum_over_ranks(float(sum(batch.num_valid for batch in micro_batches)))
+        divisor = num_valid.clamp(min=1.0)
+        loss_sum = torch.zeros((), device=self._runtime.device)
+        for batch in micro_batches:
+            with self._runtime.autocast():
+                output = self._stack(batch.to(self._runtime.device), self._loss_fn)
+            (output.sum / divisor).backward()
+            loss_sum += output.sum.detach()
+        grad_norm = self._clip()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._masters.publish()
+        return StepOutput(self._runtime.sum_over_ranks(loss_sum) / divisor, grad_norm, num_valid)
+
+    def eval_step(self, batch: Batch) -> LossOutput:
+        """Return the summed loss and valid count of all ranks' batches, without dropout or gradients. Collective."""
+        output = self._infer(batch, self._loss_fn)
+        num_valid = self._runtime.sum_over_ranks(float(output.num_valid))
+        return LossOutput(self._runtime.sum_over_ranks(output.sum), num_valid)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the model's output for `batch`, without dropout or gradients. Collective."""
+        return self._infer(batch, lambda output, _: output)
+
+    def flush(self) -> None:
+        """Nothing is ever pending here."""
+
+    def state_items(self) -> Iterator[StateItem]:
+        """Yield this rank's rows of weights and moments, and each parameter's step count."""
+        for name, parameter in self._masters.named.items():
+            yield self._item("weights", name, parameter.detach())
+            state = self._optimizer.state.get(parameter, {})
+            for section in MOMENTS:
+                if section in state:
+                    yield self._item(section, name, state[section])
+            if "step" in state:
+                yield StateItem("step", name, (), None, state["step"])
+
+    @torch.no_grad()
+    def load_items(self, reader: StateReader) -> None:
+        """Replace weights and optimizer state by saved ones; raises CheckpointError if they belong to another model."""
+        for name, parameter in self._masters.named.items():
+            sections = reader.sections(name)
+            if "weights" not in sections:
+                raise CheckpointError(f"checkpoint: holds no {name}; it is of another model")
+            self._restore(reader, "weights", name, parameter)
+            self._optimizer.state.pop(parameter, None)
+            if "step" not in sections:
+                continue
+            step = reader.read("step", name, 0, None).to(self._runtime.device)
+            state: dict[str, Tensor] = {"step": step}
+            for section in MOMENTS:
+                state[section] = torch.zeros_like(parameter)
+                self._restore(reader, section, name, state[section])
+            self._optimizer.state[parameter] = state
+        self._masters.publish()
+
+    def _clip(self) -> Tensor:
+        """Scale the gradient down to `max_norm` and return its norm before that (fp32 scalar, no synchronisation)."""
+        parameters = [p for p in self._masters.named.values() if p.grad is not None]
+        norm = nn.utils.clip_grad_norm_(parameters, self._max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @torch.no_grad()
+    def _infer(self, batch: Batch, loss_fn: Any) -> Any:
+        self._stack.eval()
+        with self._runtime.autocast():
+            output = self._stack(batch.to(self._runtime.device), loss_fn)
+        for module in self._sharded:
+            module.reshard()                               # no backward follows that would; the next step must gather anew
+        return output
+
+    def _item(self, section: str, name: str, tensor: Tensor) -> StateItem:
+        if isinstance(tensor, DTensor):
+            return StateItem(section, name, tuple(tensor.shape), self._first_row(tensor), tensor.to_local())
+        return StateItem(section, name, tuple(tensor.shape), None, tensor)
+
+    def _restore(self, reader: StateReader, section: str, name: str, target: Tensor) -> None:
+        local = target.to_local() if isinstance(target, DTensor) else target
+        if local.numel() == 0:
+            return
+        offset = self._first_row(target) if isinstance(target, DTensor) else 0
+        saved = reader.read(section, name, offset, local.shape[0] if local.ndim else None)
+        if saved.shape != local.shape:
+            raise CheckpointError(f"checkpoint: {name} is {tuple(saved.shape)}, not {tuple(local.shape)}; it is of another model")
+        local.copy_(saved)
+
+    def _first_row(self, tensor: DTensor) -> int:
+        """Return the first row of this rank's shard: FSDP2 cuts dimension 0 like `torch.chunk`."""
+        rows_per_rank = -(-tensor.shape[0] // self._runtime.num_ranks)
+        return min(self._runtime.rank * rows_per_rank, tensor.shape[0])
+
+
+class Runtime:
+    """Where an engine runs: device, cast policy and the group of ranks (`mesh`; None for one rank)."""
+
+    def __init__(self, device: torch.device, precision: Precision, mesh: DeviceMesh | None):
+        self.device = device
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.num_ranks = 1 if mesh is None else mesh.size()
+        self._group = None if mesh is None else mesh.get_group()
+        self._amp = precision == "amp-bf16"
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the model's forward runs."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._amp)
+
+    def sum_over_ranks(self, value: float | Tensor) -> Tensor:
+        """Return the sum of a scalar over the ranks as an fp32 scalar on the device; the host does not wait for it."""
+        if isinstance(value, Tensor):
+            total = value.to(torch.float32, copy=True)
+        else:
+            total = torch.full((), value, dtype=torch.float32, device=self.device)
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        return total

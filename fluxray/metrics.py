@@ -1,0 +1,99 @@
+"""Throughput, utilisation and memory of a training run."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+GIB = 2**30
+
+
+def count_forward_flops(forward: Callable[[], Any]) -> int:
+    """Return the floating-point operations of matrix products and attention in `forward`, which may run on meta tensors.
+
+    A training step counts three times that (Chowdhery et al., arXiv:2204.02311, appendix B); recomputation is not counted. Attention
+    counts in full, as the counter does, whether or not a mask lets kernels skip part of it.
+    """
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        forward()
+    return counter.get_total_flops()
+
+
+def measure_matrix_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the TFLOPS that a large square matrix product reaches on `device` in `dtype`: the best of several, data random."""
+    size, repeats = (8192, 10) if device.type == "cuda" else (1024, 10)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(repeats + 2):
+        _synchronize(device)
+        start = time.perf_counter()
+        torch.mm(left, right)
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e12
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return GiB of device memory (peak allocated and reserved since the start) and of this process on the host."""
+    host = psutil.Process().memory_info().rss / GIB
+    if device.type != "cuda":
+        return {"memory/host_gib": host}
+    return {
+        "memory/allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        "memory/reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        "memory/host_gib": host,
+    }
+
+
+class Throughput:
+    """Positions per second and model FLOPs utilisation since the last reading.
+
+    `flops_per_token` are those of forward and backward; `peak_tflops` is the rate of one device, of which there are `num_devices`.
+    """
+
+    def __init__(self, flops_per_token: float, peak_tflops: float, num_devices: int):
+        self._flops_per_token = flops_per_token
+        self._peak = peak_tflops * 1e12 * num_devices
+        self._tokens = 0
+        self._start = time.perf_counter()
+
+    def add(self, num_tokens: int) -> None:
+        """Count positions of all ranks, padding included."""
+        self._tokens += num_tokens
+
+    def read(self) -> dict[str, float]:
+        """Return the rates since the last reading, and start anew. The device must have finished what was counted."""
+        now = time.perf_counter()
+        rate = self._tokens / max(now - self._start, 1e-9)
+        self._tokens, self._start = 0, now
+        return {"perf/tokens_per_s": rate, "perf/mfu": rate * self._flops_per_token / self._peak}
+
+    def pause(self) -> "Pause":
+        """Return a context whose time does not count: evaluation, saving."""
+        return Pause(self)
+
+    def shift(self, seconds: float) -> None:
+        """Leave `seconds` out of the current reading."""
+        self._start += seconds
+
+
+class Pause:
+    """Leaves the time spent inside it out of a Throughput's reading."""
+
+    def __init__(self, throughput: Throughput):
+        self._throughput = throughput
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._throughput.shift(time.perf_counter() - self._entered)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,240 @@
+"""Causal language models of transformers as block stacks: GPT-NeoX, Llama, Qwen3.
+
+Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fluxray.config.schema import ModelConfig
+from fluxray.errors import ConfigError, one_line
+from fluxray.models.blocks import find_block_lists, materialise
+from fluxray.models.masks import attention_masks
+from fluxray.models.weights import PretrainedWeights, location
+from fluxray.protocols import State, TextBatch
+from fluxray.seeding import derive_seed
+
+FAMILIES = ("gpt_neox", "llama", "qwen3")
+
+REPORT_KEYS = {"attention_probs_dropout_prob": "attention_dropout", "hidden_dropout_prob": "hidden_dropout"}
+"""Keys of a BERT-style config.json that GPTNeoXConfig would accept and ignore, and their names there."""
+
+HANDLED_ELSEWHERE = ("use_gradient_checkpointing", "model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
+
+EMBEDDING_INDEX = -1
+"""Stands for the block index in the dropout key of the embedding."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The library's submodules outside the blocks, under one name for all families."""
+
+    embed: nn.Module
+    embed_dropout: nn.Module | None
+    rotary: nn.Module
+    norm: nn.Module
+    head: nn.Module
+    layers_path: str
+
+
+def library_config(model: ModelConfig, vocab_size: int | None = None) -> PretrainedConfig:
+    """Return transformers' configuration of the model; `vocab_size` is used where the configuration leaves it open.
+
+    Raises ConfigError for a family without a block list, for keys that the family's configuration does not have, and for keys that
+    contradict those of the published `model.weights`.
+    """
+    if model.weights is not None:
+        config = _published_config(model.weights)
+        _check_family(config.model_type)
+        _check_agrees(config, model)
+        return config
+    keys = dict(model.config)
+    model_type = keys.get("model_type")
+    if model_type is None:
+        raise ConfigError("model.config.model_type: is missing; name a family, or choose a preset with --model")
+    _check_family(model_type)
+    wanted = _renamed(keys)
+    known = _known_keys(model_type)
+    for key in wanted:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean model.config.{close[0]}?" if close else "drop it"
+            raise ConfigError(f"model.config.{key}: is no key of {model_type}; {hint}")
+    if "vocab_size" not in wanted and vocab_size is not None:
+        wanted["vocab_size"] = -(-vocab_size // 128) * 128
+    wanted["use_cache"] = False
+    try:
+        return AutoConfig.for_model(model_type, **wanted)
+    except Exception as error:                             # the libraries' own validation raises what it likes
+        raise ConfigError(f"model.config: transformers refuses it ({one_line(error)}); mend that key") from None
+
+
+def build_causal_lm(model: ModelConfig, seed: int, vocab_size: int | None = None) -> "CausalLMStack":
+    """Return the block stack of a model on the meta device; `CausalLMStack.materialise` gives its tensors memory and values."""
+    config = library_config(model, vocab_size)
+    weights = PretrainedWeights(model.weights) if model.weights is not None else None
+    return CausalLMStack(meta_model(config), seed, weights)
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the library's model, fp32, on the meta device, in training mode."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except Exception as error:
+        raise ConfigError(f"model.config: transformers refuses it ({one_line(error)}); mend that key") from None
+    return model.train()
+
+
+@dataclass(frozen=True)
+class CausalLMBlock:
+    """One decoder layer of the library and how it is called."""
+
+    name: str
+    module: nn.Module
+    index: int
+    kind: str
+
+    def __call__(self, state: State) -> State:
+        (hidden_BSD,) = state.carry
+        shared = state.shared
+        keyed = {} if state.dropout_seed is None else {"dropout_seed": derive_seed(state.dropout_seed, self.index)}
+        hidden_BSD = self.module(
+            hidden_BSD,
+            attention_mask=shared[f"mask.{self.kind}"],
+            position_embeddings=(shared["cos"], shared["sin"]),
+            **keyed,
+        )
+        return state._replace(carry=(hidden_BSD,))
+
+
+class CausalLMStack(nn.Module):
+    """A causal language model as prologue, blocks and epilogue (see `protocols.BlockStack`).
+
+    `model` is the library's, which starts on the meta device. `weights` are published ones, or None for random initialisation by the
+    library's own rule under `seed`.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int, weights: PretrainedWeights | None = None):
+        super().__init__()
+        self.model = model
+        self._seed = seed
+        self._weights = weights
+        self._parts = _parts_of(model)
+        self._windows = _windows(model.config)
+        kinds: Sequence[str] = getattr(model.config, "layer_types", None) or ["full_attention"] * len(_layers(model))
+        path = self._parts.layers_path
+        self.blocks = tuple(
+            CausalLMBlock(f"{path}.{i}", layer, i, kind) for i, (layer, kind) in enumerate(zip(_layers(model), kinds, strict=True))
+        )
+        self.has_dropout = _has_dropout(model)
+
+    def prologue(self, batch: TextBatch) -> State:
+        """Embed the tokens; compute rotary embeddings and masks, which all blocks share."""
+        parts = self._parts
+        seed = batch.key.stream("dropout") if self.has_dropout and self.training and batch.key is not None else None
+        hidden_BSD = parts.embed(batch.input_ids)
+        if parts.embed_dropout is not None:
+            keyed = {} if seed is None else {"dropout_seed": derive_seed(seed, EMBEDDING_INDEX)}
+            hidden_BSD = parts.embed_dropout(hidden_BSD, **keyed)
+        cos, sin = parts.rotary(hidden_BSD, position_ids=batch.position_ids)
+        masks = attention_masks(batch.document_ids, batch.single_document, self._windows)
+        return State((hidden_BSD,), {"cos": cos, "sin": sin, **{f"mask.{kind}": m for kind, m in masks.items()}}, seed)
+
+    def epilogue(self, state: State, batch: TextBatch, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
+        """Apply the final norm and the head, then `loss_fn` to the logits [B, S, V]."""
+        (hidden_BSD,) = state.carry
+        return loss_fn(self._parts.head(self._parts.norm(hidden_BSD)), batch)
+
+    def forward(self, batch: TextBatch, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
+        """Compose prologue, blocks and epilogue."""
+        state = self.prologue(batch)
+        for block in self.blocks:
+            state = block(state)
+        return self.epilogue(state, batch, loss_fn)
+
+    @property
+    def dropout_modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose call takes a `dropout_seed`: the embedding's dropout and the blocks."""
+        embed_dropout = () if self._parts.embed_dropout is None else (self._parts.embed_dropout,)
+        return (*embed_dropout, *(block.module for block in self.blocks))
+
+    def materialise(self, device: torch.device, block: CausalLMBlock | None) -> None:
+        """Give the tensors of one block, or of everything outside the blocks for None, memory on `device` and their first values."""
+        inside = tuple(f"{b.name}." for b in self.blocks)
+        every = [path for path, _ in self.model.named_modules()]
+        if block is not None:
+            paths = [path for path in every if path == block.name or path.startswith(f"{block.name}.")]
+        else:
+            paths = [path for path in every if not f"{path}.".startswith(inside)]
+        materialise(self.model, paths, device, self._seed, self.model._init_weights)
+        if block is None:
+            self.model.tie_weights()
+        if self._weights is not None:
+            self._weights.copy_into(self.model, paths)
+
+
+def _check_family(model_type: str) -> None:
+    if model_type not in FAMILIES:
+        raise ConfigError(f"model.config.model_type: {model_type!r} has no block list in fluxray; families are {', '.join(FAMILIES)}")
+
+
+def _published_config(reference: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(location(reference), use_cache=False)
+    except Exception as error:
+        raise ConfigError(f"model.weights: {reference!r} has no readable config.json ({one_line(error)}); check the name") from None
+
+
+def _check_agrees(config: PretrainedConfig, model: ModelConfig) -> None:
+    for key, value in {**model.config, **_renamed(model.config)}.items():
+        if key in HANDLED_ELSEWHERE[:1] or key in REPORT_KEYS:
+            continue
+        published = getattr(config, key, None)
+        if published != value:
+            raise ConfigError(f"model.config.{key}: {value!r}, but {model.weights} has {published!r}; drop the key or the weights")
+
+
+def _renamed(keys: dict[str, Any]) -> dict[str, Any]:
+    return {REPORT_KEYS.get(key, key): value for key, value in keys.items() if key not in HANDLED_ELSEWHERE}
+
+
+def _known_keys(model_type: str) -> list[str]:
+    config_class = CONFIG_MAPPING[model_type]
+    return sorted({*config_class().to_dict(), *config_class.attribute_map, "rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base"})
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    lists = find_block_lists(model)
+    if len(lists) != 1:
+        raise ConfigError(f"model.config.model_type: {model.config.model_type!r} has {len(lists)} block lists; one is wanted")
+    return lists[0][1]
+
+
+def _parts_of(model: PreTrainedModel) -> _Parts:
+    base = model.base_model
+    path = f"{model.base_model_prefix}.layers"
+    head = model.get_output_embeddings()
+    if model.config.model_type == "gpt_neox":
+        return _Parts(base.embed_in, base.emb_dropout, base.rotary_emb, base.final_layer_norm, head, path)
+    return _Parts(base.embed_tokens, None, base.rotary_emb, base.norm, head, path)
+
+
+def _windows(config: PretrainedConfig) -> dict[str, int | None]:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError(f"model.config.layer_types: {sorted(unknown)[0]!r} is not supported; use full_attention or sliding_attention")
+    return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def _has_dropout(model: PreTrainedModel) -> bool:
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or getattr(model.config, "attention_dropout", 0.0) > 0
+

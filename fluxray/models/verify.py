@@ -1,0 +1,60 @@
+"""The check at start that a block stack computes the library's own forward, bit for bit."""
+
+from copy import deepcopy
+
+import torch
+from transformers import PretrainedConfig
+
+from fluxray.errors import ConfigError, one_line
+from fluxray.models.causal_lm import CausalLMStack, meta_model
+from fluxray.protocols import IGNORE_INDEX, TextBatch
+
+VOCABULARY = 512
+
+
+def check_stack(config: PretrainedConfig, seed: int = 0) -> None:
+    """Raise unless prologue, one block of each kind and epilogue give the library's own logits, with and without packed documents.
+
+    Runs on the host on a copy cut to one block of each kind and to a small vocabulary, hidden sizes kept. ConfigError if the library's
+    own forward fails on such a model; RuntimeError if the two differ.
+    """
+    stack = CausalLMStack(meta_model(_cut(config)), seed)
+    for block in stack.blocks:
+        stack.materialise(torch.device("cpu"), block)
+    stack.materialise(torch.device("cpu"), None)
+    stack.eval()
+    for batch in (_batch((12,), seed), _batch((5, 7), seed)):
+        with torch.no_grad():
+            try:
+                inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+                expected = stack.model(**inputs, use_cache=False).logits
+            except Exception as error:                     # sizes that contradict each other show first in the library's forward
+                raise ConfigError(f"model.config: the library's own forward fails ({one_line(error)}); mend its sizes") from None
+            logits = stack(batch, lambda output, _: output)
+        if not torch.equal(logits, expected):
+            difference = (logits - expected).abs().max().item()
+            raise RuntimeError(f"the block stack of {config.model_type} differs from the library's forward by {difference}")
+
+
+def _cut(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy with one block of each kind."""
+    cut = deepcopy(config)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ["full_attention"]))
+    cut.num_hidden_layers = len(kinds)
+    if getattr(config, "layer_types", None):
+        cut.layer_types = kinds
+    cut.vocab_size = min(VOCABULARY, config.vocab_size)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(cut, name, None)
+    return cut
+
+
+def _batch(documents: tuple[int, ...], seed: int) -> TextBatch:
+    """Return one row that holds documents of the given lengths."""
+    length = sum(documents)
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, 128, (1, length), generator=generator)
+    position_ids = torch.cat([torch.arange(n) for n in documents])[None]
+    document_ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]
+    targets = torch.full((1, length), IGNORE_INDEX)
+    return TextBatch(input_ids, position_ids, document_ids, targets, len(documents) == 1, 0)

@@ -1,0 +1,25 @@
+"""The optimizer of a run."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fluxray.config.schema import OptimConfig
+
+
+def build_adamw(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """Return fused AdamW (Loshchilov and Hutter, arXiv:1711.05101) over named parameters, which may be DTensors.
+
+    Weight decay is decoupled and is not applied to 1-D parameters: gains and biases are no measure of complexity.
+    """
+    decayed = [p for p in parameters.values() if p.ndim > 1]
+    others = [p for p in parameters.values() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )

@@ -1,0 +1,206 @@
+"""One worker of a run, under Ray or torchrun, and the place where every part is put together.
+
+`python -m fluxray.runtime.worker` is what torchrun starts.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fluxray import checkpoint
+from fluxray.config.schema import TrainConfig
+from fluxray.data.loader import Loader
+from fluxray.data.text import TextData, prepare_text
+from fluxray.engine.parallelize import Techniques, parallelize
+from fluxray.engine.sharded import Runtime, ShardedEngine
+from fluxray.errors import CheckpointError, ConfigError, FluxrayError
+from fluxray.export import MODEL_DIR
+from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
+from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_config
+from fluxray.models.verify import check_stack
+from fluxray.optim.build import build_adamw
+from fluxray.optim.schedule import build_schedule
+from fluxray.protocols import IGNORE_INDEX, Report, RunState, RunSummary, TextBatch
+from fluxray.tasks.lm import LmTask
+from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker stands and whom it tells.
+
+    `run_dir` is the run's folder on shared storage, `cache_dir` holds tokenised data and trained tokenizers. Every rank calls `report`
+    with the same Reports. `checkpoints` are the committed ones to resume from, newest first. `notify` takes one line for the user, on
+    rank 0 only.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    run_dir: Path
+    cache_dir: Path
+    report: Callable[[Report], None]
+    checkpoints: Sequence[Path]
+    notify: Callable[[str], None]
+
+
+def preflight(config: TrainConfig, cache_dir: Path) -> None:
+    """Do on the driver all that can be found wrong before anything is started: data, tokenizer and model. Raises FluxrayError."""
+    data = load_data(config, cache_dir)
+    model_config = library_config(config.model, data.num_tokenizer_entries)
+    longest = getattr(model_config, "max_position_embeddings", None)
+    if longest is not None and config.data.max_slice > longest:
+        raise ConfigError(
+            f"data.max_slice: {config.data.max_slice} is over the model's max_position_embeddings {longest}; lower it"
+        )
+    check_stack(model_config)
+
+
+def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
+    """Train to the end from the newest usable checkpoint, evaluate, and return how it ended. Collective over all ranks."""
+    parts = _build(config, context)
+    initial = RunState(seed=config.seed, schedule=build_schedule(config.optim, config.train.num_steps))
+    state = _resume(parts, context, initial)
+    if context.rank == 0:
+        _describe_run(parts, context.run_dir)
+        context.notify(parts.data.summary())
+    hooks = Hooks(
+        batches=parts.loader.train_batches,
+        eval_batches=lambda: parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows),
+        save=lambda at: checkpoint.save(
+            context.run_dir, at, parts.engine.state_items(), context.rank, context.num_ranks, parts.barrier
+        ),
+        memory=lambda: memory_metrics(parts.device),
+        report=context.report,
+    )
+    cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps)
+    trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, context.num_ranks)
+    summary = trainer.fit(state)
+    if summary.checkpoint is None and context.checkpoints:
+        return replace(summary, checkpoint=str(context.checkpoints[0]))
+    return summary
+
+
+def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
+    """Evaluate the newest usable checkpoint on the held-out split. Collective over all ranks."""
+    parts = _build(config, context)
+    reader = checkpoint.open_newest(context.checkpoints, context.notify)
+    if reader is None:
+        raise CheckpointError(f"run: {context.run_dir.name} has no checkpoint yet; train it first")
+    parts.engine.load_items(reader)
+    loss = evaluate(parts.engine, parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows))
+    return RunSummary(reader.state.step, None, loss, perplexity(loss), str(reader.directory))
+
+
+def load_data(config: TrainConfig, cache_dir: Path) -> TextData:
+    """Return the rows of a run, tokenised once under `cache_dir`."""
+    if config.model.weights is not None:
+        vocab_size = library_config(config.model).vocab_size
+    else:
+        vocab_size = config.model.config.get("vocab_size")
+    return prepare_text(config.data, cache_dir, config.model.weights, vocab_size)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one worker is made of."""
+
+    data: TextData
+    stack: CausalLMStack
+    engine: ShardedEngine
+    loader: Loader
+    throughput: Throughput
+    device: torch.device
+    barrier: Callable[[], None]
+
+
+def _build(config: TrainConfig, context: WorkerContext) -> _Parts:
+    """Build data, task, model, engine and loader, in this order."""
+    device = _prepare_torch(config, context.local_rank)
+    data = _agreed(lambda: load_data(config, context.cache_dir), context.num_ranks)
+    task = LmTask(data.pad_id, config.compile)
+    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
+    flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
+    mesh = init_device_mesh(device.type, (context.num_ranks,)) if context.num_ranks > 1 else None
+    techniques = Techniques(
+        precision=config.precision,  # pyright: ignore[reportArgumentType]  (amp-fp16 was refused by check_available)
+        compile=config.compile,
+        activation_checkpoint=config.activation_checkpoint,
+        reshard_after_forward=getattr(config.engine, "reshard_after_forward", True),
+    )
+    masters = parallelize(stack, techniques, device, mesh)
+    optimizer = build_adamw(masters.named, config.optim)
+    runtime = Runtime(device, techniques.precision, mesh)
+    engine = ShardedEngine(stack, task.loss_fn, masters, optimizer, config.clip.max_norm, runtime)
+    loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    peak_tflops = config.hardware.tflops or measure_matrix_tflops(device, dtype)
+    throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks)
+    return _Parts(data, stack, engine, loader, throughput, device, dist.barrier if mesh is not None else lambda: None)
+
+
+def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
+    """Set what is global to the process and return the worker's device."""
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has crashed on block inputs that flash accepts
+    if config.resources.gpu == 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"resources.gpu: {config.resources.gpu:g}, but torch finds no GPU here; choose --profile cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _agreed(build: Callable[[], T], num_ranks: int) -> T:
+    """Return what `build` returns, or raise on every rank the first fault that any rank met, so that none waits for a missing one."""
+    result, fault = None, None
+    try:
+        result = build()
+    except FluxrayError as error:
+        fault = error
+    faults: list[FluxrayError | None] = [fault]
+    if num_ranks > 1:
+        faults = [None] * num_ranks
+        dist.all_gather_object(faults, fault)
+    for found in faults:
+        if found is not None:
+            raise found
+    return result  # type: ignore[return-value]
+
+
+def _forward_flops(stack: CausalLMStack, length: int) -> int:
+    """Return the FLOPs of one row of `length` positions through a stack that is still on the meta device."""
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    batch = TextBatch(tokens, tokens, tokens, torch.full_like(tokens, IGNORE_INDEX), single_document=True, num_valid=0)
+    return count_forward_flops(lambda: stack(batch, lambda logits, _: logits))
+
+
+def _resume(parts: _Parts, context: WorkerContext, initial: RunState) -> RunState:
+    """Load the newest usable checkpoint into the engine and return its state; `initial` if there is none.
+
+    The saved schedule goes on; only its length may have been changed since.
+    """
+    reader = checkpoint.open_newest(context.checkpoints, context.notify)
+    if reader is None:
+        return initial
+    parts.engine.load_items(reader)
+    state = replace(reader.state, schedule=replace(reader.state.schedule, total_steps=initial.schedule.total_steps))
+    if state.step > state.schedule.total_steps:
+        raise ConfigError(f"train.num_steps: {state.schedule.total_steps}, but {reader.directory.name} is further; raise it")
+    context.notify(f"resumed at step {state.step} from {reader.directory.name}")
+    return state
+
+
+def _describe_run(parts: _Parts, run_dir: Path) -> None:
+    """Put the library's config.json and the tokenizer beside the run, for evaluation and export."""
+    parts.stack.model.config.save_pretrained(run_dir / MODEL_DIR)
+    shutil.copytree(parts.data.tokenizer_dir, run_dir / "tokenizer", dirs_exist_ok=True)
