@@ -1,0 +1,91 @@
+"""Feeds one rank: micro-batches prepared ahead in a thread for training, a fixed order for evaluation."""
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fluxray.config.schema import BatchConfig
+from fluxray.data.batching import global_batches, rank_micro_batches, without_targets
+from fluxray.data.rows import TextRow
+from fluxray.errors import DataError
+from fluxray.protocols import Batch, BatchKey, MicroBatches, RunState
+
+PREFETCHED_STEPS = 2
+
+T = TypeVar("T")
+Prepare = Callable[[Sequence[TextRow], BatchKey | None], Batch]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """The batches of one rank out of `num_ranks`; all ranks draw the same global batches and keep their share."""
+
+    rows: Sequence[TextRow]
+    prepare: Prepare
+    batch: BatchConfig
+    rank: int
+    num_ranks: int
+
+    def train_batches(self, state: RunState) -> Generator[MicroBatches, None, None]:
+        """Yield global batches without end from where `state` stands, prepared ahead by a thread that ends with the generator.
+
+        Epoch and position are those after the yielded batch, however many more are prepared. A fault in the thread is raised by
+        the generator. Raises DataError if there are no rows, or not as many as `state.position` tells.
+        """
+        if not len(self.rows):
+            raise DataError("data.source: has no row to train on; use more text")
+        return prefetch(self._steps(state), PREFETCHED_STEPS)
+
+    def eval_batches(self, rows: Sequence[TextRow], max_rows: int) -> Iterator[Batch]:
+        """Yield batches of the first `max_rows` of `rows`, equally many of `micro_size` rows on every rank.
+
+        Over all ranks each row counts exactly once; where a rank lacks rows, zero-weight ones fill its batch.
+        """
+        used = range(min(max_rows, len(rows)))
+        for share in rank_micro_batches(used, self.batch.micro_size, self.rank, self.num_ranks):
+            real = [rows[index] for index in share]
+            missing = self.batch.micro_size - len(real)
+            yield self.prepare(real + [without_targets(real[0] if real else rows[0])] * missing, None)
+
+    def _steps(self, state: RunState) -> Iterator[MicroBatches]:
+        global_size = self.batch.micro_size * self.batch.accumulation_steps * self.num_ranks
+        draws = global_batches(len(self.rows), global_size, state.seed, state.epoch, state.position)
+        for step, (samples, epoch, position) in enumerate(draws, start=state.step):
+            shares = rank_micro_batches(samples, self.batch.micro_size, self.rank, self.num_ranks)
+            batches = [
+                self.prepare([self.rows[sample.index] for sample in share], BatchKey(state.seed, step, share)) for share in shares
+            ]
+            yield MicroBatches(batches, epoch, position)
+
+
+def prefetch(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """Yield `items`, computed by a thread that is at most `depth` items ahead and ends when this generator ends or is closed."""
+    free = threading.Semaphore(depth)
+    closed = threading.Event()
+    ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while free.acquire() and not closed.is_set():
+            try:
+                ready.put((next(items), None))
+            except BaseException as error:
+                ready.put((None, error))
+                return
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            free.release()
+            yield item
+    finally:
+        closed.set()
+        free.release()
+        thread.join()

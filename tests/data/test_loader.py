@@ -1,0 +1,146 @@
+import threading
+import time
+from itertools import islice
+
+import pytest
+
+from fluxray.config.schema import BatchConfig
+from fluxray.data.batching import collate_text
+from fluxray.data.loader import PREFETCHED_STEPS, Loader, prefetch
+from fluxray.errors import DataError
+from fluxray.protocols import IGNORE_INDEX, RunState, Schedule
+
+STATE = RunState(seed=3, schedule=Schedule("constant", 1e-3, 0, 10, 0.0))
+
+
+def prepare(rows, key):
+    return collate_text(rows, key, pad_id=0)
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not prefetch_threads()
+
+
+@pytest.fixture
+def rows(make_rows):
+    return make_rows([9] * 20, max_slice=8, packed=False)  # a document a row
+
+
+def loader(rows, num_ranks=1, rank=0, micro=2, accumulation=3):
+    return Loader(rows, prepare, BatchConfig(micro_size=micro, accumulation_steps=accumulation), rank, num_ranks)
+
+
+def steps(source, state, count) -> list:
+    batches = source.train_batches(state)
+    taken = list(islice(batches, count))
+    batches.close()
+    return taken
+
+
+def keys(taken):
+    return [[batch.key for batch in step.batches] for step in taken]
+
+
+def test_batches_are_keyed_by_step_and_samples(rows):
+    for step, (batches, _, _) in enumerate(steps(loader(rows), STATE, 3)):
+        assert len(batches) == 3
+        for batch in batches:
+            assert batch.key.seed == 3 and batch.key.step == step
+            assert batch.input_ids[:, 0].tolist() == [9 * sample.index for sample in batch.key.samples]
+
+
+def test_resume_continues_where_the_consumed_batches_ended(rows):
+    whole = steps(loader(rows), STATE, 8)
+    _, epoch, position = whole[3]
+    resumed = RunState(STATE.seed, STATE.schedule, step=4, epoch=epoch, position=position)
+    rest = steps(loader(rows), resumed, 4)
+    assert [step[1:] for step in rest] == [step[1:] for step in whole[4:]]
+    assert keys(rest) == keys(whole[4:])
+
+
+@pytest.mark.parametrize(("num_ranks", "micro", "accumulation"), [(1, 6, 1), (2, 3, 1), (3, 1, 2), (6, 1, 1)])
+def test_any_shape_draws_the_same_samples(rows, num_ranks, micro, accumulation):
+    def drawn(*shape):
+        ranks = [steps(loader(rows, shape[0], rank, *shape[1:]), STATE, 5) for rank in range(shape[0])]
+        micro_batches = [(step, k, rank) for step in range(5) for k in range(shape[2]) for rank in ranks]
+        return [sample for step, k, rank in micro_batches for sample in rank[step].batches[k].key.samples]
+
+    assert drawn(num_ranks, micro, accumulation) == drawn(1, 2, 3)
+
+
+def test_seed_of_the_state_decides_the_order(rows):
+    other = RunState(seed=4, schedule=STATE.schedule)
+    first, second = (steps(loader(rows), state, 1)[0].batches[0].key.samples for state in (STATE, other))
+    assert first != second
+
+
+def test_fault_in_the_thread_is_raised_in_the_consumer(rows):
+    def failing(raw, key):
+        if key.step == 2:
+            raise OSError("disk gone")
+        return prepare(raw, key)
+
+    batches = Loader(rows, failing, BatchConfig(micro_size=2), 0, 1).train_batches(STATE)
+    next(batches)
+    next(batches)
+    with pytest.raises(OSError, match="disk gone"):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_thread_ends_when_the_generator_is_closed_or_dropped(rows):
+    batches = loader(rows).train_batches(STATE)
+    next(batches)
+    assert prefetch_threads()
+    batches.close()
+    assert not prefetch_threads()
+    for _ in loader(rows).train_batches(STATE):
+        break
+    assert not prefetch_threads()
+
+
+def test_thread_is_bounded_ahead_of_the_consumer():
+    made = []
+
+    def numbers():
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    ahead = prefetch(numbers(), PREFETCHED_STEPS)
+    for consumed in range(3):
+        assert next(ahead) == consumed
+        deadline = time.monotonic() + 5
+        while len(made) < consumed + 1 + PREFETCHED_STEPS and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert len(made) == consumed + 1 + PREFETCHED_STEPS
+    ahead.close()
+
+
+def test_prefetch_ends_with_its_items():
+    assert list(prefetch(iter(range(7)), 2)) == list(range(7))
+
+
+def test_training_without_rows_is_refused():
+    with pytest.raises(DataError, match=r"data\.source: has no row"):
+        loader([]).train_batches(STATE)
+
+
+@pytest.mark.parametrize(("num_ranks", "micro", "max_rows"), [(1, 3, 100), (4, 2, 100), (3, 4, 7), (8, 3, 5)])
+def test_evaluation_counts_each_row_once_in_equally_many_batches(rows, num_ranks, micro, max_rows):
+    ranks: list[list] = [list(loader(rows, num_ranks, rank, micro).eval_batches(rows, max_rows)) for rank in range(num_ranks)]
+    assert len({len(batches) for batches in ranks}) == 1
+    firsts = []
+    for batch in (batch for batches in ranks for batch in batches):
+        assert batch.key is None and len(batch.input_ids) == micro
+        weighted = (batch.targets != IGNORE_INDEX).any(dim=1)
+        firsts.extend(batch.input_ids[weighted, 0].tolist())
+    assert sorted(firsts) == [9 * index for index in range(min(max_rows, 20))]
