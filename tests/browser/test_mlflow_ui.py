@@ -1,0 +1,83 @@
+"""`fluxray ui` in a real browser: the loss of a run is drawn."""
+
+import math
+import re
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fluxray.config.load import resolve, to_yaml
+from fluxray.runtime.paths import CONFIG_FILE, Home
+from fluxray.runtime.tracking import MetricWriter, finish_run, start_run
+
+LINE_RGB = (34, 114, 180)
+"""The colour that MLflow gives the first run of a chart."""
+
+CURVE = """
+(() => {
+    const line = document.querySelector("path.js-line")?.getAttribute("d") ?? "";
+    return document.body.innerText.includes("train/loss") && line.split("L").length > 10 && line;
+})()
+"""
+"""The path of the curve, once the page names the metric and draws it."""
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def ui(running, wait_for, tmp_path: Path) -> Iterator[str]:
+    """The pages of `fluxray ui` on the runs in tmp_path; what it prints must tell their address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable,
+        "-c",
+        "from fluxray.cli import main; main()",
+        "ui",
+        "--storage",
+        str(tmp_path),
+        "--port",
+        str(port),
+    ]
+    with running(command) as (process, log):
+
+        def is_up() -> bool:
+            assert process.poll() is None, log.read_text()
+            return url in log.read_text()
+
+        wait_for(is_up)
+        assert urllib.request.urlopen(f"{url}/health", timeout=10).status == 200
+        yield url
+
+
+@pytest.fixture
+def run_page(tmp_path: Path) -> str:
+    """Record a run in tmp_path as the driver and rank 0 do; return the path of its page of metrics."""
+    run_dir = tmp_path / "runs" / "curve"
+    run_dir.mkdir(parents=True)
+    config = resolve("cpu", "lm-tiny", {"name": "curve", "storage": str(tmp_path)})
+    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
+    target = start_run(config, Home(tmp_path), run_dir, None)
+    complaints: list[str] = []
+    writer = MetricWriter(target, complaints.append)
+    for step in range(10, 210, 10):
+        writer.log(step, {"train/loss": 2 + 8.3 * math.exp(-step / 100)})
+    writer.flush()
+    assert finish_run(target, "FINISHED", run_dir) is None
+    assert complaints == []
+    return f"#/experiments/1/runs/{target.run_id}/model-metrics"
+
+
+def test_the_ui_draws_the_loss_of_a_run(run_page: str, ui: str, browse):
+    curve, picture = browse(f"{ui}/{run_page}", CURVE)
+    corners = [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+),([\d.]+)", curve)]  # pixels from the top left
+    assert all(left < right and above < below for (left, above), (right, below) in pairwise(corners)), "the loss does not fall"
+    coloured = sum(count for count, rgb in picture.getcolors(1 << 24) if math.dist(rgb, LINE_RGB) < 10)
+    assert coloured > 500, "the picture shows no curve"
