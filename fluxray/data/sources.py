@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from fluxray.errors import DataError
+from fluxray.errors import DataError, one_line
 
 FORMS = "builtin:topics, path:FILE-OR-GLOB or hf:NAME[:CONFIG[:SPLIT]]"
 BOM = b"\xef\xbb\xbf"
@@ -134,7 +134,7 @@ class TextFile:
         except json.JSONDecodeError as error:
             raise self._error(f"is not JSON ({error.msg}, column {error.colno}); write one object a line", place) from None
         except (ValueError, RecursionError) as error:
-            raise self._error(f"is not JSON that can be read ({_one_line(error)}); write one object a line", place) from None
+            raise self._error(f"is not JSON that can be read ({one_line(error)}); write one object a line", place) from None
         if not isinstance(row, dict) or self.text_key not in row:
             there = ", ".join(row) if isinstance(row, dict) else f"no object but {type(row).__name__}"
             raise self._error(f"has no field {self.text_key!r} but: {there}; set data.text_key", place)
@@ -155,7 +155,7 @@ class TextFile:
                         yield _text_of(value, self.text_key, f"{self.config_key}: {self.path}: row {number}")
                         number += 1
         except (ArrowException, OSError) as error:
-            raise self._error(f"is not a readable parquet file ({_one_line(error)}); write it anew") from None
+            raise self._error(f"is not a readable parquet file ({one_line(error)}); write it anew") from None
 
     def _decode(self, data: bytes, offset: int) -> str:
         """Return the text of `data`, which lies `offset` bytes into the file."""
@@ -203,9 +203,9 @@ class HubDataset:
         except ConnectionError:
             raise self._error("is not in the hub's cache, and the hub is out of reach; load it once or set HF_HOME") from None
         except FileNotFoundError as error:
-            raise self._error(f"cannot be found or accessed ({_one_line(error)}); check the name") from None
+            raise self._error(f"cannot be found or accessed ({one_line(error)}); check the name") from None
         except Exception as error:  # the library raises whatever its parsers do
-            raise self._error(f"cannot be loaded ({_one_line(error)}); check NAME[:CONFIG[:SPLIT]]") from None
+            raise self._error(f"cannot be loaded ({one_line(error)}); check NAME[:CONFIG[:SPLIT]]") from None
         if self.text_key not in dataset.column_names:
             raise self._error(f"has no column {self.text_key!r} but: {', '.join(dataset.column_names)}; set data.text_key")
         return dataset
@@ -274,7 +274,3 @@ def _text_of(value: Any, text_key: str, place: str) -> str:
 
 def _as_tuple(references: str | Sequence[str]) -> tuple[str, ...]:
     return (references,) if isinstance(references, str) else tuple(references)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fluxray.errors import ConfigError, DataError
+from fluxray.errors import ConfigError, DataError, one_line
 
 EOS_TOKEN, PAD_TOKEN = "<|endoftext|>", "<|pad|>"
 SMALLEST_VOCAB = 256 + 2
@@ -35,8 +35,7 @@ def load_tokenizer(reference: str, config_key: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(location)
     except Exception as error:  # the library raises whatever its parsers do
         where = "in the folder" if kind == "path" else "on the hub or in its cache"
-        reason = " ".join(str(error).split())
-        fault = f"no tokenizer can be loaded {where} ({reason}); check the name, or set data.tokenizer=train"
+        fault = f"no tokenizer can be loaded {where} ({one_line(error)}); check the name, or set data.tokenizer=train"
         raise DataError(f"{config_key}: {reference}: {fault}") from None
     if fault := _fault_of(tokenizer):
         raise DataError(f"{config_key}: {reference}: {fault}")
