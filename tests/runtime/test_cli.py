@@ -1,0 +1,96 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fluxray import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "ray", "mlflow", "transformers", "pydantic", "rich", "numpy")
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    return end.value.code
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    code = "import sys; sys.argv = ['fluxray', '--help']; from fluxray.cli import main; main()"
+    command = [sys.executable, "-X", "importtime", "-c", code]
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        took.append(time.perf_counter() - start)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert not imported & set(HEAVY)
+    assert "train" in done.stdout
+    assert min(took) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--profile", "cpu", "--model", "lm-tiny", "optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
+        (["train", "--profile", "gpu"], "--profile"),
+        (["train", "--prfile", "cpu"], "--profile"),
+        (["train", "--profile", "a6000", "--model", "neox-20b"], "is not available in this version"),
+        (["trian"], "train"),
+        (["evaluate", "nothing"], "there is no run yet"),
+        (["export", "nothing", "out"], "there is no run yet"),
+        (["export", "nothing"], "DIR"),
+        (["ui"], "holds no tracked run yet"),
+        (["ui", "--port", "x"], "--port"),
+    ],
+)
+def test_a_fault_of_the_user_is_one_line_and_code_2(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLUXRAY_HOME", str(tmp_path / "home"))
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("fluxray: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert not (tmp_path / "home").exists()
+
+
+def test_config_marks_what_is_not_the_default_and_says_where_it_comes_from(capsys):
+    assert run("config", "--profile", "cpu", "--model", "lm-tiny", "optim.lr=3e-4") == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {line[2:].split()[0]: line for line in lines}
+    assert found["optim.lr"].startswith("* ")
+    assert found["optim.lr"].endswith("0.0003  (override)")
+    assert found["resources.cpu"].endswith("0.9  (profile cpu)")
+    assert found["data.max_slice"].endswith("128  (model lm-tiny)")
+    assert found["optim.beta1"].startswith("  ")
+    assert found["optim.beta1"].endswith("0.9")
+
+
+def test_config_as_yaml_holds_every_key(capsys):
+    assert run("config", "--profile", "fsdp8", "--model", "flux2-seed", "--yaml") == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["resources"]["num_workers"] == 8
+    assert tree["optim"]["eps"] == 1e-6
+
+
+def test_no_words_at_all_is_help(capsys):
+    assert run() == 0
+    assert "Commands:" in capsys.readouterr().out
+
+
+def test_the_job_script_works_from_anywhere_without_an_installed_fluxray(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = f"""
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.argv = ["train.py", "--profile", "cpu", "--model", "lm-tiny", "optim.lrr=1"]
+runpy.run_path({str(ROOT / "jobs" / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert done.stderr == "fluxray: error: optim.lrr: unknown key; did you mean optim.lr?\n"

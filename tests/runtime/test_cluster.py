@@ -1,0 +1,83 @@
+import pytest
+
+from fluxray.config.load import resolve
+from fluxray.config.schema import ResourcesConfig
+from fluxray.errors import PlanError
+from fluxray.runtime.cluster import Node, check_fits, worker_environment
+
+LAPTOP = Node({"CPU": 2, "memory": 1e9}, {"ray.io/node-id": "x"})
+A100 = Node({"CPU": 96, "GPU": 8, "accelerator_type:A100": 1}, {"pool": "group"})
+A6000 = Node({"CPU": 16, "GPU": 1, "accelerator_type:RTX-A6000": 1}, {"pool": "single"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes"),
+    [
+        ({"num_workers": 2, "cpu": 0.9}, [LAPTOP]),
+        ({"num_workers": 10, "cpu": 0.2}, [LAPTOP]),
+        ({"num_workers": 8, "cpu": 4, "gpu": 1}, [LAPTOP, A100]),
+        ({"num_workers": 9, "cpu": 4, "gpu": 1}, [A6000, A100]),
+        ({"gpu": 1, "label_selector": {"pool": "in(single, spare)"}}, [A6000, A100]),
+        ({"gpu": 1, "label_selector": {"pool": "!group"}, "accelerator": "RTX-A6000"}, [A6000, A100]),
+    ],
+)
+def test_what_fits(asked, nodes):
+    check_fits(ResourcesConfig(**asked), nodes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "message"),
+    [
+        (
+            {"num_workers": 1000, "gpu": 1},
+            [LAPTOP],
+            r"^resources\.gpu: 1000 workers .* 0 GPUs and 2 CPUs on 1 node .*--profile cpu$",
+        ),
+        ({"num_workers": 9, "gpu": 1}, [A100], r"^resources\.gpu: 9 workers .* 8 GPUs .*room for 8; set resources.num_workers=8"),
+        ({"num_workers": 3, "cpu": 0.9}, [LAPTOP], r"^resources\.num_workers: 3 workers of 0\.9 CPU each .*room for 2"),
+        (
+            {"num_workers": 1, "cpu": 3},
+            [LAPTOP, LAPTOP],
+            r"^resources\.cpu: 1 worker of 3 CPU each .*4 CPUs on 2 nodes and room for 0",
+        ),
+        ({"gpu": 1, "accelerator": "A6000"}, [A6000], r"^resources\.accelerator: 'A6000' .*did you mean RTX-A6000\?$"),
+        ({"gpu": 1, "accelerator": "H200"}, [A100], r"'H200' is on none .*there: A100"),
+        (
+            {"label_selector": {"pool": "sinlge"}},
+            [A6000, A100],
+            r"^resources\.label_selector: .* 2 nodes .*pool=group, pool=single",
+        ),
+        ({"num_workers": 2, "gpu": 1, "label_selector": {"pool": "single"}}, [A6000, A100], "1 GPUs and 16 CPUs on 1 node"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_key_stock_and_remedy(asked, nodes, message):
+    with pytest.raises(PlanError, match=message) as refusal:
+        check_fits(ResourcesConfig(**asked), nodes)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "local_cores", "threads"),
+    [
+        ({}, 6, "6"),
+        ({}, None, "1"),
+        ({"resources.num_workers": 2}, 6, "1"),
+        ({"resources.num_workers": 2, "resources.cpu": 3.5}, 6, "3"),
+        ({"resources.gpu": 1, "resources.cpu": 4}, 16, "4"),
+    ],
+)
+def test_threads_of_a_worker(overrides, local_cores, threads):
+    env = worker_environment(resolve("cpu", "lm-tiny", overrides), local_cores)
+    assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == threads
+
+
+def test_cuda_settings_follow_the_configuration():
+    plain = worker_environment(resolve("cpu", "lm-tiny"), None)
+    assert not any(name.startswith(("PYTORCH", "CUBLAS", "NCCL", "TORCH")) for name in plain)
+    overrides = {"resources.gpu": 1, "allocator": "expandable", "deterministic": True}
+    env = worker_environment(resolve("cpu", "lm-tiny", overrides), None)
+    assert env["PYTORCH_ALLOC_CONF"] == env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert env["NCCL_NVLS_ENABLE"] == "0"
+    asynchronous = worker_environment(resolve("cpu", "lm-tiny", {**overrides, "allocator": "async"}), None)
+    assert asynchronous["PYTORCH_ALLOC_CONF"] == "backend:cudaMallocAsync"
