@@ -103,7 +103,7 @@ class CheckpointReader:
         """Return the sections saved for the parameter `name`."""
         return [section for section, other in self._pieces if other == name]
 
-    def shape(self, section: str, name: str) -> tuple[int, ...]:
+    def shape(self, section: str, name: str, /) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
         return tuple(self._pieces[section, name][0][0])
 

@@ -224,6 +224,14 @@ class StateItem(NamedTuple):
 class StateReader(Protocol):
     """Gives back pieces of a saved state."""
 
+    def names(self) -> Sequence[str]:
+        """Return the names of the saved parameters."""
+        ...
+
+    def shape(self, section: str, name: str, /) -> tuple[int, ...]:
+        """Return the shape of a whole saved tensor."""
+        ...
+
     def sections(self, name: str, /) -> Sequence[str]:
         """Return the sections saved for the parameter `name`."""
         ...

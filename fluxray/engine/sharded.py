@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fluxray.engine.masters import Masters
 from fluxray.engine.parallelize import Precision, fsdp_modules
-from fluxray.errors import CheckpointError
+from fluxray.engine.state import check_same_model
 from fluxray.protocols import Batch, BlockStack, LossFn, LossOutput, StateItem, StateReader, StepOutput
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -87,10 +87,9 @@ class ShardedEngine:
     @torch.no_grad()
     def load_items(self, reader: StateReader) -> None:
         """Replace weights and optimizer state by saved ones; raises CheckpointError if they belong to another model."""
+        check_same_model({name: parameter.shape for name, parameter in self._masters.named.items()}, reader)
         for name, parameter in self._masters.named.items():
             sections = reader.sections(name)
-            if "weights" not in sections:
-                raise CheckpointError(f"checkpoint: holds no {name}; it is of another model")
             self._restore(reader, "weights", name, parameter)
             self._optimizer.state.pop(parameter, None)
             if "step" not in sections:
@@ -128,10 +127,7 @@ class ShardedEngine:
         if local.numel() == 0:
             return
         offset = self._first_row(target) if isinstance(target, DTensor) else 0
-        saved = reader.read(section, name, offset, local.shape[0] if local.ndim else None)
-        if saved.shape != local.shape:
-            raise CheckpointError(f"checkpoint: {name} is {tuple(saved.shape)}, not {tuple(local.shape)}; it is of another model")
-        local.copy_(saved)
+        local.copy_(reader.read(section, name, offset, local.shape[0] if local.ndim else None))
 
     def _first_row(self, tensor: DTensor) -> int:
         """Return the first row of this rank's shard: FSDP2 cuts dimension 0 like `torch.chunk`."""

@@ -66,7 +66,7 @@ def preflight(config: TrainConfig, cache_dir: Path) -> None:
 
 def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
     """Train to the end from the newest usable checkpoint, evaluate, and return how it ended. Collective over all ranks."""
-    parts = _build(config, context)
+    parts = build_parts(config, context)
     initial = RunState(seed=config.seed, schedule=build_schedule(config.optim, config.train.num_steps))
     state = _resume(parts, context, initial)
     if context.rank == 0:
@@ -91,7 +91,7 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
 
 def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     """Evaluate the newest usable checkpoint on the held-out split. Collective over all ranks."""
-    parts = _build(config, context)
+    parts = build_parts(config, context)
     reader = checkpoint.open_newest(context.checkpoints, context.notify)
     if reader is None:
         raise CheckpointError(f"run: {context.run_dir.name} has no checkpoint yet; train it first")
@@ -110,7 +110,7 @@ def load_data(config: TrainConfig, cache_dir: Path) -> TextData:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What one worker is made of."""
 
     data: TextData
@@ -118,11 +118,12 @@ class _Parts:
     engine: ShardedEngine
     loader: Loader
     throughput: Throughput
+    flops_per_token: float
     device: torch.device
     barrier: Callable[[], None]
 
 
-def _build(config: TrainConfig, context: WorkerContext) -> _Parts:
+def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     """Build data, task, model, engine and loader, in this order."""
     device = _prepare_torch(config, context.local_rank)
     data = _agreed(lambda: load_data(config, context.cache_dir), context.num_ranks)
@@ -144,7 +145,7 @@ def _build(config: TrainConfig, context: WorkerContext) -> _Parts:
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = config.hardware.tflops or measure_matrix_tflops(device, dtype)
     throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks)
-    return _Parts(data, stack, engine, loader, throughput, device, dist.barrier if mesh is not None else lambda: None)
+    return Parts(data, stack, engine, loader, throughput, flops_per_token, device, dist.barrier if mesh is not None else lambda: None)
 
 
 def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
@@ -184,7 +185,7 @@ def _forward_flops(stack: CausalLMStack, length: int) -> int:
     return count_forward_flops(lambda: stack(batch, lambda logits, _: logits))
 
 
-def _resume(parts: _Parts, context: WorkerContext, initial: RunState) -> RunState:
+def _resume(parts: Parts, context: WorkerContext, initial: RunState) -> RunState:
     """Load the newest usable checkpoint into the engine and return its state; `initial` if there is none.
 
     The saved schedule goes on; only its length may have been changed since.
@@ -200,7 +201,7 @@ def _resume(parts: _Parts, context: WorkerContext, initial: RunState) -> RunStat
     return state
 
 
-def _describe_run(parts: _Parts, run_dir: Path) -> None:
+def _describe_run(parts: Parts, run_dir: Path) -> None:
     """Put the library's config.json and the tokenizer beside the run, for evaluation and export."""
     parts.stack.model.config.save_pretrained(run_dir / MODEL_DIR)
     shutil.copytree(parts.data.tokenizer_dir, run_dir / "tokenizer", dirs_exist_ok=True)

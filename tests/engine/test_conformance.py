@@ -1,0 +1,222 @@
+"""What every engine must do. A new engine joins by one line in ENGINES."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fluxray import checkpoint
+from fluxray.engine.parallelize import Techniques
+from fluxray.errors import CheckpointError
+from fluxray.protocols import IGNORE_INDEX, Engine, RunState, Schedule, TextBatch
+from tests.engine.helpers import (
+    FAMILIES,
+    NUM_ROWS,
+    OPTIM,
+    EngineCase,
+    EngineFactory,
+    build_stack,
+    cut,
+    expect_close,
+    expect_close_values,
+    expect_equal,
+    make_batch,
+    model_config,
+    plain_trace,
+    section,
+    sharded_engine,
+    train,
+)
+
+ENGINES: dict[str, EngineFactory] = {
+    "resident": sharded_engine,
+    "fsdp": lambda case: sharded_engine(case, DeviceMesh("cpu", torch.arange(1))),
+}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=ENGINES)
+def build(request: pytest.FixtureRequest) -> EngineFactory:
+    return ENGINES[request.param]
+
+
+@pytest.fixture(params=FAMILIES)
+def case(request: pytest.FixtureRequest) -> EngineCase:
+    return EngineCase(model_config(request.param))
+
+
+NEOX = EngineCase(model_config("gpt_neox"))
+
+
+def test_equals_a_plain_loop_over_the_librarys_model(build: EngineFactory, case: EngineCase) -> None:
+    expect_close(train(build(case)), plain_trace(case))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4, 8])
+def test_split_into_micro_batches_does_not_matter(build: EngineFactory, num_micro_batches: int) -> None:
+    expect_close(train(build(NEOX), num_micro_batches), train(build(NEOX), 2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "mixed-bf16"])
+def test_checkpointing_changes_no_bit(build: EngineFactory, precision: str) -> None:
+    plain, full = (replace(NEOX, techniques=Techniques(precision, activation_checkpoint=kind)) for kind in ("none", "full"))
+    expect_equal(train(build(full)), train(build(plain)))
+
+
+@pytest.mark.parametrize("precision", ["amp-bf16", "mixed-bf16"])
+def test_bf16_stays_close_to_fp32(build: EngineFactory, precision: str) -> None:
+    reduced = train(build(replace(NEOX, techniques=Techniques(precision))))
+    exact = train(build(NEOX))
+    expect_close_values(torch.tensor(reduced.losses), torch.tensor(exact.losses), 2e-3, "losses")
+    assert all(weight.dtype == torch.float32 for weight in reduced.weights.values())
+    assert reduced.losses != exact.losses
+
+
+def test_mixed_bf16_accumulates_gradients_in_fp32(build: EngineFactory) -> None:
+    case = EngineCase(model_config("gpt_neox", num_hidden_layers=1), Techniques("mixed-bf16"))
+    batch = make_batch([0])
+    once, often = build(case), build(case)
+    once.train_step([batch], OPTIM.lr)
+    often.train_step([batch] * 400, OPTIM.lr)
+    expected = section(once, "exp_avg")
+    scale = max(moment.abs().max() for moment in expected.values())
+    worst = max((moment - expected[name]).abs().max() / scale for name, moment in section(often, "exp_avg").items())
+    assert worst < 0.02  # a bf16 sum of equal terms stops growing at 256 of them and would be 36% off
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler: CPU code cannot be compiled")
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_compiled_equals_eager(kind: str) -> None:
+    compiled = replace(NEOX, techniques=Techniques("fp32", compile=True, activation_checkpoint=kind))
+    expect_close(train(sharded_engine(compiled)), train(sharded_engine(NEOX)))
+
+
+def test_clipping_is_by_the_true_global_norm(build: EngineFactory) -> None:
+    clipped = replace(NEOX, max_norm=0.1)
+    actual, expected = train(build(clipped)), plain_trace(clipped)
+    assert min(expected.norms) > 0.1
+    expect_close_values(torch.tensor(actual.norms), torch.tensor(expected.norms), 1e-5, "norms")
+    for name, weight in expected.weights.items():
+        expect_close_values(actual.weights[name], weight, 1e-4, name)
+
+
+def test_a_zero_weight_micro_batch_changes_nothing(build: EngineFactory) -> None:
+    empty = make_batch([0, 1])
+    empty = replace(empty, targets=torch.full_like(empty.targets, IGNORE_INDEX), num_valid=0)
+    alone, beside = build(NEOX), build(NEOX)
+    first = alone.train_step(cut(2, 0), OPTIM.lr)
+    second = beside.train_step([*cut(2, 0), empty], OPTIM.lr)
+    assert torch.equal(first.loss, second.loss)
+    for name, weight in section(alone, "weights").items():
+        assert torch.equal(weight, section(beside, "weights")[name])
+
+
+def test_a_batch_without_any_valid_token_is_no_division_by_zero(build: EngineFactory) -> None:
+    empty = make_batch([0])
+    output = build(NEOX).train_step([replace(empty, targets=torch.full_like(empty.targets, -100), num_valid=0)], OPTIM.lr)
+    assert output.loss.item() == 0
+    assert output.grad_norm.item() == 0
+
+
+def test_evaluation_leaves_training_as_it_was(build: EngineFactory) -> None:
+    dropping = EngineCase(model_config("gpt_neox", **DROPOUT))
+    watched, other = build(dropping), build(dropping)
+    expected = [other.train_step(cut(2, step), OPTIM.lr).loss.item() for step in range(3)]
+    losses = []
+    for step in range(3):
+        losses.append(watched.train_step(cut(2, step), OPTIM.lr).loss.item())
+        first, second = (watched.eval_step(make_batch([0, 1])) for _ in range(2))
+        assert torch.equal(first.sum, second.sum)
+    assert losses == expected
+
+
+def test_evaluation_is_the_loss_before_the_next_step(build: EngineFactory, case: EngineCase) -> None:
+    engine = build(case)
+    outputs = [engine.eval_step(batch) for batch in cut(4, 0)]
+    mean = sum(output.sum for output in outputs) / sum(output.num_valid for output in outputs)
+    assert engine.train_step(cut(2, 0), OPTIM.lr).loss.item() == pytest.approx(mean.item(), rel=1e-6)
+
+
+def test_forward_gives_the_librarys_logits(build: EngineFactory, case: EngineCase) -> None:
+    batch = make_batch(range(NUM_ROWS))
+    stack = build_stack(case)
+    for block in (*stack.blocks, None):
+        stack.materialise(torch.device("cpu"), block)
+    with torch.no_grad():
+        expected = stack.model.eval()(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    assert torch.equal(build(case).forward(batch), expected)
+
+
+def test_dropout_is_keyed_by_step_and_samples_alone(build: EngineFactory) -> None:
+    dropping = EngineCase(model_config("gpt_neox", **DROPOUT))
+    recomputing = replace(dropping, techniques=Techniques("fp32", activation_checkpoint="full"))
+    torch.manual_seed(1)
+    expected = train(build(dropping))
+    torch.manual_seed(2)
+    expect_equal(train(build(recomputing)), expected)
+    assert train(build(NEOX)).losses != expected.losses
+
+    def first_loss(batch: TextBatch) -> float:
+        return build(dropping).train_step([batch], OPTIM.lr).loss.item()
+
+    assert first_loss(make_batch([0, 1], step=0)) == first_loss(make_batch([0, 1], step=0)) != first_loss(make_batch([0, 1], step=1))
+
+
+def test_learning_rate_is_the_steps_own(build: EngineFactory) -> None:
+    engine = build(NEOX)
+    before = section(engine, "weights")
+    engine.train_step(cut(2, 0), 0.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in section(engine, "weights").items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed-bf16"])
+def test_saved_and_loaded_goes_on_bit_for_bit(build: EngineFactory, case: EngineCase, precision: str, tmp_path: Path) -> None:
+    case = replace(case, techniques=Techniques(precision))
+    engine = build(case)
+    train(engine, num_steps=2)
+    _save(engine, tmp_path)
+    expected = train(engine, num_steps=3, start=2)
+
+    resumed = build(case)
+    resumed.train_step(cut(1, 9), OPTIM.lr)  # leaves moments that loading must replace
+    resumed.load_items(checkpoint.CheckpointReader(tmp_path / "step_00000002"))
+    expect_equal(train(resumed, num_steps=3, start=2), expected)
+
+
+def test_before_the_first_step_there_are_no_moments_to_restore(build: EngineFactory, tmp_path: Path) -> None:
+    engine = build(NEOX)
+    _save(engine, tmp_path)
+    expected = train(engine)
+    resumed = build(NEOX)
+    resumed.train_step(cut(1, 9), OPTIM.lr)
+    resumed.load_items(checkpoint.CheckpointReader(tmp_path / "step_00000002"))
+    expect_equal(train(resumed), expected)
+
+
+@pytest.mark.parametrize("other", [{"hidden_size": 64}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}, {"vocab_size": 256}, {"vocab_size": 64}])
+def test_a_checkpoint_of_another_model_is_refused(build: EngineFactory, other: dict[str, int], tmp_path: Path) -> None:
+    _save(build(NEOX), tmp_path)
+    engine = build(EngineCase(model_config("gpt_neox", **other)))
+    with pytest.raises(CheckpointError, match="another model"):
+        engine.load_items(checkpoint.CheckpointReader(tmp_path / "step_00000002"))
+
+
+def _save(engine: Engine, folder: Path) -> None:
+    engine.flush()
+    state = RunState(0, Schedule("constant", 1e-3, 0, 10, 0.0), step=2)
+    checkpoint.save(folder, state, engine.state_items(), 0, 1, lambda: None)

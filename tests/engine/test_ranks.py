@@ -1,0 +1,134 @@
+"""Sharded equals single: 1, 2 and 8 ranks, their checkpoints read by other numbers of ranks. All ranks live in one spawned group."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+
+from fluxray import checkpoint
+from fluxray.engine.parallelize import Techniques
+from fluxray.protocols import RunState, Schedule
+from tests.engine.helpers import (
+    OPTIM,
+    EngineCase,
+    Trace,
+    cut,
+    expect_close,
+    expect_close_values,
+    model_config,
+    sharded_engine,
+    train,
+)
+
+WORLD = 8
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "1 rank, 4 micro-batches": (1, 4, {}),
+    "2 ranks, 1 micro-batch": (2, 1, {}),
+    "2 ranks, 2 micro-batches": (2, 2, {}),
+    "2 ranks, 4 micro-batches": (2, 4, {}),
+    "8 ranks, 1 micro-batch": (8, 1, {}),
+    "2 ranks, checkpointing": (2, 2, {"techniques": Techniques("fp32", activation_checkpoint="full")}),
+    "2 ranks, parameters kept after forward": (2, 2, {"techniques": Techniques("fp32", reshard_after_forward=False)}),
+    "2 ranks, amp-bf16": (2, 2, {"techniques": Techniques("amp-bf16")}),
+    "8 ranks, mixed-bf16": (8, 1, {"techniques": Techniques("mixed-bf16")}),
+    "2 ranks, clipped": (2, 2, {"max_norm": 0.1}),
+    "2 ranks, llama": (2, 2, {"model": model_config("llama")}),
+    "2 ranks, qwen3 tied": (2, 2, {"model": model_config("qwen3 tied")}),
+}
+"""Ranks, micro-batches per rank, and what differs from the plain case."""
+
+RESUMED = {"from 2 ranks to 1": (2, 1), "from 1 rank to 8": (1, 8), "from 8 ranks to 2": (8, 2)}
+NEOX = EngineCase(model_config("gpt_neox"))
+SPLIT_STEP, LAST_STEP = 2, 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run every case once, in one group of WORLD processes, and return where each left its losses and checkpoints."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(_rank_main, (str(folder),), WORLD, start_method="spawn")
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
+    _, _, differing = CASES[name]
+    case = replace(NEOX, **differing)
+    actual, expected = _trace(folder / name), train(sharded_engine(case))
+    if case.techniques.precision == "fp32":
+        unclipped = case.max_norm > 1
+        expect_close(actual, expected, gradient=1e-6 if unclipped else 1e-5)
+    else:  # partial sums are rounded to bf16 at other places
+        expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_resumes_on_another_number_of_ranks(folder: Path, name: str) -> None:
+    actual, expected = _trace(folder / name), train(sharded_engine(NEOX))
+    expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses[SPLIT_STEP:]), 1e-6, "losses")
+    for parameter, weight in expected.weights.items():
+        expect_close_values(actual.weights[parameter], weight, 1e-4, parameter)
+
+
+def test_each_rank_holds_its_share_of_weights_and_moments(folder: Path) -> None:
+    sizes = json.loads((folder / "8 ranks, 1 micro-batch" / "bytes.json").read_text())
+    total = 3 * 4 * sum(p.numel() for p in train(sharded_engine(NEOX), num_steps=1).weights.values())
+    assert sum(sizes) == total
+    assert max(sizes) <= total / WORLD * 1.1
+
+
+def _trace(directory: Path) -> Trace:
+    """Read what a case left behind; the first moments after one step give the gradients."""
+    record = json.loads((directory / "trace.json").read_text())
+    last = checkpoint.CheckpointReader(checkpoint.committed(directory)[0])
+    trace = Trace(record["losses"], record["norms"], {}, {name: last.read("weights", name) for name in last.names()})
+    first = directory / checkpoint.directory_name(1)
+    if first.is_dir():
+        reader = checkpoint.CheckpointReader(first)
+        trace.gradients = {name: reader.read("exp_avg", name) / (1 - OPTIM.beta1) for name in reader.names()}
+    return trace
+
+
+def _rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    meshes = {n: DeviceMesh("cpu", torch.arange(n)) for n in (1, 2, WORLD)}
+    for name, (num_ranks, num_micro_batches, differing) in CASES.items():
+        if rank < num_ranks:
+            _run(Path(folder, name), replace(NEOX, **differing), meshes[num_ranks], num_micro_batches, (0, LAST_STEP))
+    for name, (before, after) in RESUMED.items():
+        for num_ranks, steps in ((before, (0, SPLIT_STEP)), (after, (SPLIT_STEP, LAST_STEP))):
+            if rank < num_ranks:
+                _run(Path(folder, name), NEOX, meshes[num_ranks], 1, steps)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(directory: Path, case: EngineCase, mesh: DeviceMesh, num_micro_batches: int, steps: tuple[int, int]) -> None:
+    """Train from step to step on one mesh, resuming if a checkpoint stands there, and save after the first and the last."""
+    rank, num_ranks, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+    engine = sharded_engine(case, mesh)
+    if steps[0] > 0:
+        engine.load_items(checkpoint.CheckpointReader(directory / checkpoint.directory_name(steps[0])))
+    losses, norms = [], []
+    for step in range(*steps):
+        output = engine.train_step(cut(num_micro_batches, step, rank, num_ranks), OPTIM.lr)
+        losses.append(output.loss.item())
+        norms.append(output.grad_norm.item())
+        if step + 1 in (1, steps[1]):
+            state = RunState(0, Schedule("constant", OPTIM.lr, 0, LAST_STEP, 0.0), step=step + 1)
+            checkpoint.save(directory, state, engine.state_items(), rank, num_ranks, lambda: dist.barrier(group))
+    items = [item for item in engine.state_items() if item.section != "step"]
+    sizes: list[int] = [0] * num_ranks
+    dist.all_gather_object(sizes, sum(item.tensor.numel() * 4 for item in items), group)
+    if rank == 0:
+        (directory / "trace.json").write_text(json.dumps({"losses": losses, "norms": norms}))
+        (directory / "bytes.json").write_text(json.dumps(sizes))
