@@ -21,11 +21,13 @@ from fluxray.config.load import from_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError
 from fluxray.protocols import RunSummary
-from fluxray.runtime import cluster, report, tracking
+from fluxray.runtime import cluster, tracking
+from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, start_board
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import CONFIG_FILE, committed_checkpoints, forget_missing_checkpoints, home, write_text
 from fluxray.runtime.prepare import prepare, save_config
 from fluxray.runtime.progress import Display
+from fluxray.runtime.report import WorkerFn, work
 from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 
 CONTROLLER_FAILURES = 2
@@ -39,7 +41,7 @@ class Steps:
     """What a run calls of the worker's module: on the driver before anything is started, and on each worker."""
 
     preflight: Callable[[TrainConfig, Path], None]
-    run: report.WorkerFn
+    run: WorkerFn
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,12 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
             print(f"run {run.name} {'goes on' if run.resumed is not None else 'starts'} in {run.run_dir}", flush=True)
             for name in missing:
                 print(f"checkpoint {name} is gone from {run.run_dir}: not used", flush=True)
-            assignment = report.Assignment(steps.run, run.config, run.run_dir, run.home.cache, report.start_board(), target)
+            assignment = Assignment(pack(steps.run), run.config, run.run_dir, run.home.cache, start_board(), target)
             summary = fit(assignment, run.run_dir, local_cores)
     return FinishedRun(run.name, run.run_dir, target.uri, summary)
 
 
-def evaluate(run_dir: Path, verbose: bool = False, run: report.WorkerFn = run_evaluation) -> RunSummary:
+def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluation) -> RunSummary:
     """Return loss and perplexity of a run's newest checkpoint on its held-out split. Raises like `train`."""
     config = from_yaml(run_dir / CONFIG_FILE)
     check_available(config)
@@ -87,18 +89,19 @@ def evaluate(run_dir: Path, verbose: bool = False, run: report.WorkerFn = run_ev
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(config.resources)
         cache = home(config.storage).cache
-        assignment = report.Assignment(run, config, run_dir, cache, report.start_board(), None)
+        assignment = Assignment(pack(run), config, run_dir, cache, start_board(), None)
         try:
             return fit(assignment, scratch, local_cores)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def fit(assignment: report.Assignment, ray_dir: Path, local_cores: int | None) -> RunSummary:
+def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSummary:
     """Run `assignment` on Ray Train, whose own files go to `ray_dir`; shows progress meanwhile. Raises like `train`."""
-    config, board = assignment.config, assignment.board
+    config, board, name = assignment.config, assignment.board, assignment.run_dir.name
+    again = f"the same command with name={name} goes on from its last checkpoint" if assignment.tracking else "try again"
     trainer = TorchTrainer(
-        report.work,
+        work,
         train_loop_config={"assignment": assignment},
         torch_config=TorchConfig(backend="nccl" if config.resources.gpu > 0 else "gloo"),
         scaling_config=scaling(config),
@@ -113,18 +116,15 @@ def fit(assignment: report.Assignment, ray_dir: Path, local_cores: int | None) -
         ),
     )
     try:
-        with _own_sigint(), Display(lambda num_seen: report.read_board(board, num_seen), config.train.num_steps):
+        with _own_sigint(), Display(lambda num_seen: read_board(board, num_seen), config.train.num_steps):
             outcome: Any = trainer.fit().return_value
     except (TrainingFailedError, RayError) as error:
-        fault = report.posted_fault(board)
-        raise fault or FailedError(explain(error, assignment.run_dir)) from (None if fault else error)
+        fault = posted_fault(board)
+        raise fault or FailedError(f"{explain(error, assignment.run_dir)}; {again}") from (None if fault else error)
     except (KeyboardInterrupt, SystemExit):
-        raise StoppedError(
-            f"run {assignment.run_dir.name} was stopped; the same command with name={assignment.run_dir.name} "
-            "goes on from its last checkpoint"
-        ) from None
+        raise StoppedError(f"run {name} was stopped; {again}") from None
     if "fault" in outcome:
-        raise report.rebuild_fault(outcome["fault"])
+        raise rebuild_fault(outcome["fault"])
     return outcome["summary"]
 
 
@@ -150,8 +150,7 @@ def explain(error: BaseException, run_dir: Path) -> str:
         cause = f"worker {rank} failed: {type(failure).__name__}: {_first_line(failure)}"
     elif isinstance(error, ActorDiedError):
         cause = "Ray's controller of the run died"
-    remedy = f"name={run_dir.name} goes on from the last checkpoint"
-    return f"run {run_dir.name}: {cause}; the whole story is in {run_dir / FAILURE_FILE}; the same command with {remedy}"
+    return f"run {run_dir.name}: {cause}; the whole story is in {run_dir / FAILURE_FILE}"
 
 
 def _origin(failures: dict[int, Exception]) -> tuple[int, BaseException]:

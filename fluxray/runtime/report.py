@@ -1,106 +1,26 @@
-"""What workers tell: metrics to MLflow, checkpoints to Ray Train; progress, notices, the user's faults to the driver's board."""
+"""The workers' side of a run: metrics to MLflow, checkpoints to Ray Train; progress, notices, the user's faults to the board."""
 
+import pickle
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
-from ray.exceptions import RayError
 
-from fluxray import errors
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import FluxrayError
 from fluxray.protocols import Report, RunSummary
+from fluxray.runtime.board import Assignment, Fault
 from fluxray.runtime.paths import committed_checkpoints
-from fluxray.runtime.progress import Snapshot
-from fluxray.runtime.tracking import MetricWriter, Target
+from fluxray.runtime.tracking import MetricWriter
 from fluxray.runtime.worker import WorkerContext
 
 FAULT_AGREEMENT_S = 5.0
 """How long a rank that met a user's fault waits for the others to meet one."""
 
-READ_TIMEOUT_S = 5.0
-MAX_NOTICES = 1000
-
 WorkerFn = Callable[[TrainConfig, WorkerContext], RunSummary]
-Fault = tuple[str, str]
-"""Name of the FluxrayError's class, and its message."""
-
-
-class Board:
-    """A Ray actor on the driver's node that workers write to and the driver reads."""
-
-    def __init__(self) -> None:
-        self._step = -1
-        self._metrics: dict[str, float] = {}
-        self._notices: list[str] = []
-        self._faults: dict[int, Fault] = {}
-
-    def push(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the newest value of each metric."""
-        self._step = step
-        self._metrics.update(metrics)
-
-    def notify(self, text: str) -> None:
-        """Keep one line for the user."""
-        if len(self._notices) < MAX_NOTICES:
-            self._notices.append(text)
-
-    def read(self, num_seen: int) -> Snapshot:
-        """Return the newest report and the notices after the first `num_seen`."""
-        return Snapshot(self._step, dict(self._metrics), self._notices[num_seen:])
-
-    def post_fault(self, rank: int, fault: Fault) -> None:
-        """Keep a user's fault for good: whatever Ray restarts would meet it again."""
-        self._faults[rank] = fault
-
-    def faults(self) -> dict[int, Fault]:
-        """Return the faults by rank."""
-        return self._faults
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What the driver hands each worker. `tracking` is None where nothing is logged to MLflow."""
-
-    run: WorkerFn
-    config: TrainConfig
-    run_dir: Path
-    cache_dir: Path
-    board: Any
-    tracking: Target | None
-
-
-def start_board() -> Any:
-    """Return the handle of a new board on this node."""
-    here = ray.get_runtime_context().get_node_id()
-    return ray.remote(Board).options(num_cpus=0, label_selector={"ray.io/node-id": here}).remote()
-
-
-def read_board(board: Any, num_seen: int) -> Snapshot | None:
-    """Return what the board knows, or None if it does not answer in time."""
-    try:
-        return ray.get(board.read.remote(num_seen), timeout=READ_TIMEOUT_S)
-    except (RayError, TimeoutError):
-        return None
-
-
-def posted_fault(board: Any) -> FluxrayError | None:
-    """Return the fault of the lowest rank that met one."""
-    try:
-        faults: dict[int, Fault] = ray.get(board.faults.remote(), timeout=READ_TIMEOUT_S)
-    except (RayError, TimeoutError):
-        return None
-    return rebuild_fault(faults[min(faults)]) if faults else None
-
-
-def rebuild_fault(fault: Fault) -> FluxrayError:
-    """Return the exception that a worker met."""
-    kind, message = fault
-    return getattr(errors, kind, FluxrayError)(message)
 
 
 def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
@@ -129,7 +49,8 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         notify=reporter.notify,
     )
     try:
-        return {"summary": assignment.run(assignment.config, context)}
+        run: WorkerFn = pickle.loads(assignment.run)
+        return {"summary": run(assignment.config, context)}
     except FluxrayError as error:
         fault = (type(error).__name__, str(error))
         ray.get(assignment.board.post_fault.remote(rank, fault))
@@ -173,9 +94,12 @@ class Reporter:
     def _commit(self, report: Report, path: Path) -> None:
         """Register a checkpoint with Ray, which then deletes the oldest beyond the number to keep.
 
+        Metrics up to it are sent first: a run that goes on from it does not repeat them.
         One that was registered before and has been written anew (a damaged one, or the last of a run that had ended) keeps its
         place: registered twice, Ray would delete it while it still counts it.
         """
+        if self._writer is not None:
+            self._writer.flush()
         if path.name in self._registered:
             return
         ray.train.report(

@@ -1,0 +1,107 @@
+"""The driver's board, a Ray actor that workers write to, and what the driver hands each worker.
+
+Ray's controller and the board's own process import this module, so it must stay light: neither torch nor the models.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+
+from fluxray import errors
+from fluxray.config.schema import TrainConfig
+from fluxray.errors import FluxrayError
+from fluxray.runtime.progress import Snapshot
+from fluxray.runtime.tracking import Target
+
+READ_TIMEOUT_S = 5.0
+MAX_NOTICES = 1000
+
+Fault = tuple[str, str]
+"""Name of the FluxrayError's class, and its message."""
+
+
+class Board:
+    """A Ray actor on the driver's node that workers write to and the driver reads."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._metrics: dict[str, float] = {}
+        self._notices: list[str] = []
+        self._faults: dict[int, Fault] = {}
+
+    def push(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the newest value of each metric."""
+        self._step = step
+        self._metrics.update(metrics)
+
+    def notify(self, text: str) -> None:
+        """Keep one line for the user."""
+        if len(self._notices) < MAX_NOTICES:
+            self._notices.append(text)
+
+    def read(self, num_seen: int) -> Snapshot:
+        """Return the newest report and the notices after the first `num_seen`."""
+        return Snapshot(self._step, dict(self._metrics), self._notices[num_seen:])
+
+    def post_fault(self, rank: int, fault: Fault) -> None:
+        """Keep a user's fault for good: whatever Ray restarts would meet it again."""
+        self._faults[rank] = fault
+
+    def faults(self) -> dict[int, Fault]:
+        """Return the faults by rank."""
+        return self._faults
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the driver hands each worker.
+
+    `run` is a pickled function from TrainConfig and WorkerContext to RunSummary, which only the workers open. `tracking` is None
+    where nothing is logged to MLflow.
+    """
+
+    run: bytes
+    config: TrainConfig
+    run_dir: Path
+    cache_dir: Path
+    board: Any
+    tracking: Target | None
+
+
+def pack(function: Callable[..., Any]) -> bytes:
+    """Return a function as bytes, by reference if workers can import it, which `pickle.loads` opens."""
+    return cloudpickle.dumps(function)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def start_board() -> Any:
+    """Return the handle of a new board on this node."""
+    here = ray.get_runtime_context().get_node_id()
+    return ray.remote(Board).options(num_cpus=0, label_selector={"ray.io/node-id": here}).remote()
+
+
+def read_board(board: Any, num_seen: int) -> Snapshot | None:
+    """Return what the board knows, or None if it does not answer in time."""
+    try:
+        return ray.get(board.read.remote(num_seen), timeout=READ_TIMEOUT_S)
+    except (RayError, TimeoutError):
+        return None
+
+
+def posted_fault(board: Any) -> FluxrayError | None:
+    """Return the fault of the lowest rank that met one."""
+    try:
+        faults: dict[int, Fault] = ray.get(board.faults.remote(), timeout=READ_TIMEOUT_S)
+    except (RayError, TimeoutError):
+        return None
+    return rebuild_fault(faults[min(faults)]) if faults else None
+
+
+def rebuild_fault(fault: Fault) -> FluxrayError:
+    """Return the exception that a worker met."""
+    kind, message = fault
+    return getattr(errors, kind, FluxrayError)(message)

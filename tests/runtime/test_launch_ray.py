@@ -1,0 +1,206 @@
+"""The real adapter on a real Ray: what a run is made of is faked, everything between driver and worker is not."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fluxray import cli
+from fluxray.config.load import resolve
+from fluxray.errors import DataError, PlanError
+from fluxray.protocols import Report, RunSummary
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray on this machine that all tests of this file share; the workers receive this file's functions by value."""
+    import ray
+    from ray import cloudpickle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        ray.init(address="local", num_cpus=2, log_to_driver=False, logging_level="ERROR")
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+def configure(storage, name, **overrides):
+    fixed = {"name": name, "storage": str(storage), "resources.cpu": 0.5, "train.num_steps": 8, "optim.warmup_steps": 2}
+    return resolve("cpu", "lm-tiny", {**fixed, "checkpoint.every_steps": 2, **overrides})
+
+
+def launch(config, work):
+    from fluxray.runtime.launch import Steps, train
+
+    return train(config, steps=Steps(lambda *_: None, work))
+
+
+def say(context, text):
+    """Keep a line for the test, whatever happens to this process."""
+    with (context.run_dir / "attempts.txt").open("a") as file:
+        file.write(f"{text}\n")
+
+
+def said(storage, name):
+    return (storage / "runs" / name / "attempts.txt").read_text().splitlines()
+
+
+def save(context, step):
+    """Write a checkpoint as the trainer does: complete, then renamed, in place of an older one of that step."""
+    final = context.run_dir / f"step_{step:08d}"
+    partial = final.with_suffix(".partial")
+    partial.mkdir()
+    (partial / "state.json").write_text(json.dumps({"step": step}))
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    return final
+
+
+def loop(config, context, start, at_step=lambda step: None):
+    """Report each step, save every second one."""
+    last = None
+    for step in range(start + 1, config.train.num_steps + 1):
+        context.report(Report(step, {"train/loss": 1 / step, "perf/tokens_per_s": 100.0}))
+        at_step(step)
+        if step % config.checkpoint.every_steps == 0:
+            last = save(context, step)
+            context.report(Report(step, {}, last))
+            time.sleep(0.3)
+    return RunSummary(config.train.num_steps, 0.5, 1.0, 2.71828, str(last))
+
+
+def newest(context):
+    return json.loads((context.checkpoints[0] / "state.json").read_text())["step"] if context.checkpoints else 0
+
+
+def killed_once(config, context):
+    """Be killed at step 5 of the first attempt."""
+    start = newest(context)
+    say(context, f"{start} {os.environ['OMP_NUM_THREADS']}")
+    context.notify(f"resumed at step {start}")
+
+    def at_step(step):
+        if step == 5 and start == 0:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return loop(config, context, start, at_step)
+
+
+def without_the_newest(config, context):
+    """Find the newest checkpoint damaged, and go on from the one before."""
+    say(context, f"{context.checkpoints[1].name}")
+    return loop(config, context, int(context.checkpoints[1].name[-8:]))
+
+
+def mlflow_runs(storage, name):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{storage / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("fluxray")
+    runs = client.search_runs([experiment.experiment_id], f"tags.`fluxray.run` = '{name}'")
+    steps = [[metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] for run in runs]
+    return [run.info.status for run in runs], steps
+
+
+def checkpoints(storage, name):
+    from fluxray.runtime.paths import committed_checkpoints
+
+    run_dir = storage / "runs" / name
+    on_disk = sorted((path.name for path in run_dir.glob("step_*")), reverse=True)
+    assert [path.name for path in committed_checkpoints(run_dir)] == on_disk
+    return [int(name[-8:]) for name in on_disk]
+
+
+def test_what_the_cluster_cannot_hold_is_refused_at_once(cluster, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(PlanError, match=r"resources\.gpu: 1000 workers of 1 GPU .* has 0 GPUs and 2 CPUs on 1 node"):
+        launch(configure(tmp_path, "huge", **{"resources.num_workers": 1000, "resources.gpu": 1}), killed_once)
+    assert time.monotonic() - start < 20, "most of it is the first import"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_killed_worker_goes_on_from_the_last_commit(cluster, storage, capsys):
+    done = launch(configure(storage, "killed", **{"resources.max_failures": 1}), killed_once)
+    assert done.summary.step == 8
+    starts = [int(line.split()[0]) for line in said(storage, "killed")]
+    assert starts[0] == 0
+    assert starts[1:] in ([4], [2]), "what was not committed yet is done again"
+    assert said(storage, "killed")[0].split()[1] == "1"
+    assert checkpoints(storage, "killed") == [8, 6]
+    assert mlflow_runs(storage, "killed") == (["FINISHED"], [[1, 2, 3, 4, 5, 6, 7, 8]])
+    out = capsys.readouterr().out
+    assert f"resumed at step {starts[1]}\n" in out
+    assert "step 8/8  loss 0.1250  100 tokens/s" in out
+
+
+def test_a_finished_run_is_prolonged_in_the_same_folder_and_mlflow_run(cluster, storage):
+    """Its newest checkpoint is damaged: written anew, it must keep its one place in Ray's list."""
+    done = launch(configure(storage, "killed", **{"train.num_steps": 12, "resources.max_failures": 0}), without_the_newest)
+    assert said(storage, "killed")[-1] == "step_00000006"
+    assert done.summary.checkpoint == str(storage / "runs" / "killed" / "step_00000012")
+    assert checkpoints(storage, "killed") == [12, 10]
+    assert mlflow_runs(storage, "killed") == (["FINISHED"], [list(range(1, 13))])
+
+
+def broken(config, context):
+    raise ZeroDivisionError(f"boom at {newest(context)}")
+
+
+def test_a_failed_evaluation_is_explained_and_leaves_the_run_as_it_is(cluster, storage):
+    from fluxray.runtime.launch import evaluate
+    from fluxray.runtime.outcome import FailedError
+
+    run_dir = storage / "runs" / "killed"
+    before = {path.relative_to(run_dir) for path in run_dir.rglob("*")}
+    with pytest.raises(
+        FailedError, match=r"^run killed: worker 0 failed: ZeroDivisionError: boom at 12; .*; try again$"
+    ) as failure:
+        evaluate(run_dir, run=broken)
+    assert "\n" not in str(failure.value)
+    assert "Traceback" in (run_dir / "failure.txt").read_text()
+    assert {path.relative_to(run_dir) for path in run_dir.rglob("*")} - before == {Path("failure.txt")}
+    assert mlflow_runs(storage, "killed")[0] == ["FINISHED"]
+
+
+def one_rank_at_fault(config, context):
+    """Meet a fault on rank 1 while rank 0 waits for it in a collective."""
+    import torch.distributed as dist
+
+    say(context, f"rank {context.rank}")
+    if context.rank == 0:
+        dist.barrier()
+        raise AssertionError("unreachable")
+    while "rank 0" not in (context.run_dir / "attempts.txt").read_text():
+        time.sleep(0.1)
+    raise DataError("data.source: 'x' is empty; name another file")
+
+
+def test_a_fault_on_one_rank_is_code_2_and_is_not_repeated(cluster, storage, monkeypatch, capsys):
+    from fluxray.runtime import launch as module
+
+    steps = module.Steps(lambda *_: None, one_rank_at_fault)
+    monkeypatch.setattr(module, "train", partial(module.train, steps=steps))
+    words = ["name=fault", f"storage={storage}", "resources.num_workers=2", "resources.cpu=0.5", "batch.micro_size=4"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--profile", "cpu", "--model", "lm-tiny", *words])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "fluxray: error: data.source: 'x' is empty; name another file\n"
+    assert sorted(said(storage, "fault")) == ["rank 0", "rank 1"]
+    assert mlflow_runs(storage, "fault") == (["FAILED"], [[]])
