@@ -16,6 +16,7 @@ from fluxray.config.schema import ModelConfig
 from fluxray.errors import ConfigError, one_line
 from fluxray.models.blocks import find_block_lists, materialise
 from fluxray.models.masks import attention_masks
+from fluxray.models.values import check_values
 from fluxray.models.weights import PretrainedWeights, location
 from fluxray.protocols import State, TextBatch
 from fluxray.seeding import derive_seed
@@ -25,7 +26,15 @@ FAMILIES = ("gpt_neox", "llama", "qwen3")
 REPORT_KEYS = {"attention_probs_dropout_prob": "attention_dropout", "hidden_dropout_prob": "hidden_dropout"}
 """Keys of a BERT-style config.json that GPTNeoXConfig would accept and ignore, and their names there."""
 
-HANDLED_ELSEWHERE = ("use_gradient_checkpointing", "model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
+NOT_OF_THE_SHAPE = ("use_gradient_checkpointing", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Keys of a config.json that other parts of the configuration decide, or nothing does."""
+
+ROPE_KEYS = {
+    "gpt_neox": {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+    "llama": {"rope_theta": "rope_theta"},
+    "qwen3": {"rope_theta": "rope_theta"},
+}
+"""Keys that each family's configuration reads into its `rope_parameters`, and their names there. It would ignore another's."""
 
 EMBEDDING_INDEX = -1
 """Stands for the block index in the dropout key of the embedding."""
@@ -66,6 +75,7 @@ def library_config(model: ModelConfig, vocab_size: int | None = None) -> Pretrai
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean model.config.{close[0]}?" if close else "drop it"
             raise ConfigError(f"model.config.{key}: is no key of {model_type}; {hint}")
+    check_values(model_type, wanted)
     if "vocab_size" not in wanted and vocab_size is not None:
         wanted["vocab_size"] = -(-vocab_size // 128) * 128
     wanted["use_cache"] = False
@@ -186,28 +196,35 @@ def _check_family(model_type: str) -> None:
 
 
 def _published_config(reference: str) -> PretrainedConfig:
+    name = location(reference)
     try:
-        return AutoConfig.from_pretrained(location(reference), use_cache=False)
+        return AutoConfig.from_pretrained(name, use_cache=False)
     except Exception as error:
         raise ConfigError(f"model.weights: {reference!r} has no readable config.json ({one_line(error)}); check the name") from None
 
 
 def _check_agrees(config: PretrainedConfig, model: ModelConfig) -> None:
     for key, value in {**model.config, **_renamed(model.config)}.items():
-        if key in HANDLED_ELSEWHERE[:1] or key in REPORT_KEYS:
+        if key in NOT_OF_THE_SHAPE or key in REPORT_KEYS:
             continue
-        published = getattr(config, key, None)
+        published = _published_value(config, key)
         if published != value:
             raise ConfigError(f"model.config.{key}: {value!r}, but {model.weights} has {published!r}; drop the key or the weights")
 
 
+def _published_value(config: PretrainedConfig, key: str) -> Any:
+    in_rope = ROPE_KEYS[config.model_type].get(key)
+    return getattr(config, key, None) if in_rope is None else config.rope_parameters[in_rope]
+
+
 def _renamed(keys: dict[str, Any]) -> dict[str, Any]:
-    return {REPORT_KEYS.get(key, key): value for key, value in keys.items() if key not in HANDLED_ELSEWHERE}
+    dropped = (*NOT_OF_THE_SHAPE, "model_type")
+    return {REPORT_KEYS.get(key, key): value for key, value in keys.items() if key not in dropped}
 
 
 def _known_keys(model_type: str) -> list[str]:
     config_class = CONFIG_MAPPING[model_type]
-    return sorted({*config_class().to_dict(), *config_class.attribute_map, "rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base"})
+    return sorted({*config_class().to_dict(), *config_class.attribute_map, *ROPE_KEYS[model_type], "rope_scaling"})
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:

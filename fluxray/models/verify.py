@@ -15,21 +15,24 @@ VOCABULARY = 512
 def check_stack(config: PretrainedConfig, seed: int = 0) -> None:
     """Raise unless prologue, one block of each kind and epilogue give the library's own logits, with and without packed documents.
 
-    Runs on the host on a copy cut to one block of each kind and to a small vocabulary, hidden sizes kept. ConfigError if the library's
-    own forward fails on such a model; RuntimeError if the two differ.
+    Runs on the host on a copy cut to one block of each kind and to a small vocabulary, hidden sizes kept. ConfigError if the
+    library's own forward fails on such a model or overflows; RuntimeError if the two differ.
     """
-    stack = CausalLMStack(meta_model(_cut(config)), seed)
+    cut = _cut(config)
+    stack = CausalLMStack(meta_model(cut), seed)
     for block in stack.blocks:
         stack.materialise(torch.device("cpu"), block)
     stack.materialise(torch.device("cpu"), None)
     stack.eval()
-    for batch in (_batch((12,), seed), _batch((5, 7), seed)):
+    for batch in (_batch((12,), cut.vocab_size, seed), _batch((5, 7), cut.vocab_size, seed)):
         with torch.no_grad():
             try:
                 inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
                 expected = stack.model(**inputs, use_cache=False).logits
             except Exception as error:                     # sizes that contradict each other show first in the library's forward
-                raise ConfigError(f"model.config: the library's own forward fails ({one_line(error)}); mend its sizes") from None
+                raise ConfigError(f"model.config: the library's own forward fails ({one_line(error)}); mend its values") from None
+            if not expected.isfinite().all():
+                raise ConfigError("model.config: the library's own forward gives no finite numbers; mend its values")
             logits = stack(batch, lambda output, _: output)
         if not torch.equal(logits, expected):
             difference = (logits - expected).abs().max().item()
@@ -49,11 +52,11 @@ def _cut(config: PretrainedConfig) -> PretrainedConfig:
     return cut
 
 
-def _batch(documents: tuple[int, ...], seed: int) -> TextBatch:
+def _batch(documents: tuple[int, ...], vocab_size: int, seed: int) -> TextBatch:
     """Return one row that holds documents of the given lengths."""
     length = sum(documents)
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, 128, (1, length), generator=generator)
+    input_ids = torch.randint(0, vocab_size, (1, length), generator=generator)
     position_ids = torch.cat([torch.arange(n) for n in documents])[None]
     document_ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]
     targets = torch.full((1, length), IGNORE_INDEX)
