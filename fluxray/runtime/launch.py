@@ -116,7 +116,7 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
         ),
     )
     try:
-        with _own_sigint(), Display(lambda num_seen: read_board(board, num_seen), config.train.num_steps):
+        with _stoppable(), Display(lambda num_seen: read_board(board, num_seen), config.train.num_steps):
             outcome: Any = trainer.fit().return_value
     except (TrainingFailedError, RayError) as error:
         fault = posted_fault(board)
@@ -194,13 +194,18 @@ def _recorded(target: tracking.Target, run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _own_sigint() -> Iterator[None]:
-    """Give SIGINT back after the context: Ray Train takes it to stop its workers, then ends the process with code 0."""
+def _stoppable() -> Iterator[None]:
+    """Let SIGTERM stop a run as SIGINT does, which Ray Train takes to stop its workers; give both back after the context.
+
+    Must be entered after Ray has been started, whose own handler of SIGTERM ends in an abort.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
