@@ -205,3 +205,11 @@ def _describe_run(parts: Parts, run_dir: Path) -> None:
     """Put the library's config.json and the tokenizer beside the run, for evaluation and export."""
     parts.stack.model.config.save_pretrained(run_dir / MODEL_DIR)
     shutil.copytree(parts.data.tokenizer_dir, run_dir / "tokenizer", dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from fluxray.runtime.torchrun import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""The same worker without Ray: `torchrun --nproc_per_node=N -m fluxray.runtime.worker --profile P --model M key=value ...`.
+
+Rank 0 does what the driver does under Ray: checks, folder, MLflow run. There are no restarts; the same command with `name=NAME` goes on
+from the last committed checkpoint.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fluxray.checkpoint import committed
+from fluxray.config.checks import check_available
+from fluxray.config.load import resolve
+from fluxray.config.schema import TrainConfig
+from fluxray.errors import ConfigError, FluxrayError
+from fluxray.protocols import Report, RunSummary
+from fluxray.runtime import tracking
+from fluxray.runtime.prepare import Run, prepare, save_config
+from fluxray.runtime.progress import Progress, Snapshot
+from fluxray.runtime.worker import WorkerContext, preflight, run_worker
+
+T = TypeVar("T")
+
+
+def main(words: Sequence[str]) -> int:
+    """Train as one of torchrun's processes; return the exit code: 0, or 2 for the user's fault, which rank 0 prints."""
+    parser = argparse.ArgumentParser(prog="python -m fluxray.runtime.worker", description="One worker of a run under torchrun.")
+    parser.add_argument("--profile")
+    parser.add_argument("--model")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    arguments = parser.parse_args(words)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = _configured(arguments.profile, arguments.model, arguments.overrides)
+        dist.init_process_group("nccl" if config.resources.gpu > 0 else "gloo")
+        summary = _train(config, arguments.model or "run", rank)
+    except FluxrayError as error:
+        if rank == 0:
+            print(f"fluxray: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank == 0:
+        print(f"finished at step {summary.step}: held-out loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}")
+        print(f"checkpoint {summary.checkpoint or 'none'}", flush=True)
+    return 0
+
+
+def _configured(profile: str | None, model: str | None, overrides: Sequence[str]) -> TrainConfig:
+    if "WORLD_SIZE" not in os.environ:
+        raise ConfigError("torchrun: did not start this process; use torchrun --nproc_per_node=N -m fluxray.runtime.worker ...")
+    config = resolve(profile, model, overrides)
+    check_available(config)
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    if config.resources.num_workers != num_ranks:
+        raise ConfigError(
+            f"resources.num_workers: {config.resources.num_workers}, but torchrun started {num_ranks} processes; "
+            f"set resources.num_workers={num_ranks} or --nproc_per_node"
+        )
+    return config
+
+
+def _train(config: TrainConfig, label: str, rank: int) -> RunSummary:
+    run, target = _from_rank_0(rank, lambda: _start(config, label))
+    writer = tracking.MetricWriter(target, _say) if rank == 0 else None
+    status: tracking.Status = "FAILED"
+    context = WorkerContext(
+        rank=rank,
+        num_ranks=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        run_dir=run.run_dir,
+        cache_dir=run.home.cache,
+        report=_reporter(run, writer),
+        checkpoints=committed(run.run_dir),
+        notify=_say if rank == 0 else _say_nothing,
+    )
+    dist.barrier()  # every rank has listed the checkpoints before one is written or deleted
+    try:
+        summary = run_worker(run.config, context)
+        status = "FINISHED"
+        return summary
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if writer is not None:
+            writer.flush()
+            problem = tracking.finish_run(target, status, run.run_dir)
+            if problem:
+                _say(problem)
+
+
+def _start(config: TrainConfig, label: str) -> tuple[Run, tracking.Target]:
+    run = prepare(config, label)
+    preflight(run.config, run.home.cache)
+    save_config(run)
+    target = tracking.start_run(run.config, run.home, run.run_dir, run.resumed)
+    _say(f"run {run.name} {'goes on' if run.resumed is not None else 'starts'} in {run.run_dir}")
+    return run, target
+
+
+def _from_rank_0(rank: int, compute: Callable[[], T]) -> T:
+    """Return on every rank what `compute` returns on rank 0; a user's fault there is raised on every rank."""
+    found: list[T | FluxrayError | None] = [None]
+    if rank == 0:
+        try:
+            found = [compute()]
+        except FluxrayError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], FluxrayError):
+        raise found[0]
+    return found[0]  # type: ignore[return-value]
+
+
+def _reporter(run: Run, writer: tracking.MetricWriter | None) -> Callable[[Report], None]:
+    """Return what rank 0 does with reports: metrics to MLflow, a progress line now and then, old checkpoints deleted."""
+    progress = Progress(run.config.train.num_steps)
+
+    def report(item: Report) -> None:
+        if writer is None:
+            return
+        writer.log(item.step, item.metrics)
+        progress.update(Snapshot(item.step, item.metrics, ()), time.monotonic())
+        if "perf/tokens_per_s" in item.metrics:
+            _say(progress.line())
+        if item.checkpoint is not None:
+            _prune(run.run_dir, run.config.checkpoint.keep)
+
+    return report
+
+
+def _prune(run_dir: Path, keep: int) -> None:
+    for old in committed(run_dir)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(_: str) -> None:
+    """Only rank 0 speaks."""
