@@ -73,13 +73,25 @@ def find_run(name_or_path: str, where: Home) -> Path:
     raise ConfigError(f"run: {name_or_path!r} is neither a run in {where.runs} nor the folder of one; {hint}")
 
 
-def committed_checkpoints(run_dir: Path) -> list[Path]:
+def registered_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints that Ray has registered and that exist, newest first.
 
-    A directory that Ray does not know is not committed, whatever its name. Raises CheckpointError if the registry is damaged.
+    Raises CheckpointError if the registry is damaged.
     """
     registered = [run_dir / entry["checkpoint_dir_name"] for entry in _read_registry(run_dir).get("checkpoint_results", [])]
     return sorted((path for path in registered if path.is_dir()), key=lambda path: path.name, reverse=True)
+
+
+def committed_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints to resume from, newest first: those that Ray has registered; all complete ones of a run without Ray.
+
+    Raises CheckpointError if the registry is damaged.
+    """
+    if (run_dir / REGISTRY_FILE).exists():
+        return registered_checkpoints(run_dir)
+    from fluxray.checkpoint import committed
+
+    return committed(run_dir)
 
 
 def forget_missing_checkpoints(run_dir: Path) -> list[str]:

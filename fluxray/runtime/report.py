@@ -13,7 +13,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import FluxrayError
 from fluxray.protocols import Report, RunSummary
 from fluxray.runtime.board import Assignment, Fault
-from fluxray.runtime.paths import committed_checkpoints
+from fluxray.runtime.paths import committed_checkpoints, registered_checkpoints
 from fluxray.runtime.tracking import MetricWriter
 from fluxray.runtime.worker import WorkerContext
 
@@ -66,7 +66,7 @@ class Reporter:
 
     def __init__(self, assignment: Assignment, rank: int) -> None:
         self.checkpoints = committed_checkpoints(assignment.run_dir)
-        self._registered = {path.name for path in self.checkpoints}
+        self._registered = {path.name for path in registered_checkpoints(assignment.run_dir)}
         self._board = assignment.board
         self._rank = rank
         logs = rank == 0 and assignment.tracking is not None

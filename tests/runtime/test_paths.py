@@ -13,6 +13,7 @@ from fluxray.runtime.paths import (
     forget_missing_checkpoints,
     home,
     new_run_name,
+    registered_checkpoints,
     write_text,
 )
 
@@ -80,6 +81,13 @@ def test_only_what_ray_registered_is_committed(tmp_path):
     register(tmp_path, [200, 400])
     (tmp_path / "step_00000600").mkdir()
     assert [path.name for path in committed_checkpoints(tmp_path)] == ["step_00000400", "step_00000200"]
+
+
+def test_without_a_registry_every_complete_checkpoint_counts(tmp_path):
+    for name in ("step_00000200", "step_00000400", "step_00000600.partial"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in committed_checkpoints(tmp_path)] == ["step_00000400", "step_00000200"]
+    assert registered_checkpoints(tmp_path) == []
 
 
 def test_a_vanished_checkpoint_leaves_the_registry(tmp_path):
