@@ -70,7 +70,7 @@ def prefetch(items: Iterator[T], depth: int) -> Generator[T, None, None]:
         while free.acquire() and not closed.is_set():
             try:
                 ready.put((next(items), None))
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again in the consumer
                 ready.put((None, error))
                 return
 

@@ -204,7 +204,7 @@ class HubDataset:
             raise self._error("is not in the hub's cache, and the hub is out of reach; load it once or set HF_HOME") from None
         except FileNotFoundError as error:
             raise self._error(f"cannot be found or accessed ({one_line(error)}); check the name") from None
-        except Exception as error:  # the library raises whatever its parsers do
+        except Exception as error:  # noqa: BLE001 - the library raises whatever its parsers do
             raise self._error(f"cannot be loaded ({one_line(error)}); check NAME[:CONFIG[:SPLIT]]") from None
         if self.text_key not in dataset.column_names:
             raise self._error(f"has no column {self.text_key!r} but: {', '.join(dataset.column_names)}; set data.text_key")

@@ -33,7 +33,7 @@ def load_tokenizer(reference: str, config_key: str) -> PreTrainedTokenizerFast:
         raise DataError(f"{config_key}: {reference}: no such folder; check the path, or set data.tokenizer=train")
     try:
         tokenizer = AutoTokenizer.from_pretrained(location)
-    except Exception as error:  # the library raises whatever its parsers do
+    except Exception as error:  # noqa: BLE001 - the library raises whatever its parsers do
         where = "in the folder" if kind == "path" else "on the hub or in its cache"
         fault = f"no tokenizer can be loaded {where} ({one_line(error)}); check the name, or set data.tokenizer=train"
         raise DataError(f"{config_key}: {reference}: {fault}") from None

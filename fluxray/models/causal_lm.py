@@ -81,7 +81,7 @@ def library_config(model: ModelConfig, vocab_size: int | None = None) -> Pretrai
     wanted["use_cache"] = False
     try:
         return AutoConfig.for_model(model_type, **wanted)
-    except Exception as error:                             # the libraries' own validation raises what it likes
+    except Exception as error:  # noqa: BLE001 - the libraries' own validation raises what it likes
         raise ConfigError(f"model.config: transformers refuses it ({one_line(error)}); mend that key") from None
 
 
@@ -97,7 +97,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - sizes that contradict each other show here
         raise ConfigError(f"model.config: transformers refuses it ({one_line(error)}); mend that key") from None
     return model.train()
 
@@ -112,6 +112,7 @@ class CausalLMBlock:
     kind: str
 
     def __call__(self, state: State) -> State:
+        """Return the state behind this layer."""
         (hidden_BSD,) = state.carry
         shared = state.shared
         keyed = {} if state.dropout_seed is None else {"dropout_seed": derive_seed(state.dropout_seed, self.index)}
@@ -141,7 +142,8 @@ class CausalLMStack(nn.Module):
         kinds: Sequence[str] = getattr(model.config, "layer_types", None) or ["full_attention"] * len(_layers(model))
         path = self._parts.layers_path
         self.blocks = tuple(
-            CausalLMBlock(f"{path}.{i}", layer, i, kind) for i, (layer, kind) in enumerate(zip(_layers(model), kinds, strict=True))
+            CausalLMBlock(f"{path}.{i}", layer, i, kind)
+            for i, (layer, kind) in enumerate(zip(_layers(model), kinds, strict=True))
         )
         self.has_dropout = _has_dropout(model)
 
@@ -192,15 +194,19 @@ class CausalLMStack(nn.Module):
 
 def _check_family(model_type: str) -> None:
     if model_type not in FAMILIES:
-        raise ConfigError(f"model.config.model_type: {model_type!r} has no block list in fluxray; families are {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"model.config.model_type: {model_type!r} has no block list in fluxray; families are {', '.join(FAMILIES)}"
+        )
 
 
 def _published_config(reference: str) -> PretrainedConfig:
     name = location(reference)
     try:
         return AutoConfig.from_pretrained(name, use_cache=False)
-    except Exception as error:
-        raise ConfigError(f"model.weights: {reference!r} has no readable config.json ({one_line(error)}); check the name") from None
+    except Exception as error:  # noqa: BLE001 - whatever the library and its file readers raise
+        raise ConfigError(
+            f"model.weights: {reference!r} has no readable config.json ({one_line(error)}); check the name"
+        ) from None
 
 
 def _check_agrees(config: PretrainedConfig, model: ModelConfig) -> None:
@@ -209,7 +215,9 @@ def _check_agrees(config: PretrainedConfig, model: ModelConfig) -> None:
             continue
         published = _published_value(config, key)
         if published != value:
-            raise ConfigError(f"model.config.{key}: {value!r}, but {model.weights} has {published!r}; drop the key or the weights")
+            raise ConfigError(
+                f"model.config.{key}: {value!r}, but {model.weights} has {published!r}; drop the key or the weights"
+            )
 
 
 def _published_value(config: PretrainedConfig, key: str) -> Any:
@@ -247,11 +255,12 @@ def _windows(config: PretrainedConfig) -> dict[str, int | None]:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ConfigError(f"model.config.layer_types: {sorted(unknown)[0]!r} is not supported; use full_attention or sliding_attention")
+        raise ConfigError(
+            f"model.config.layer_types: {sorted(unknown)[0]!r} is not supported; use full_attention or sliding_attention"
+        )
     return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
 def _has_dropout(model: PreTrainedModel) -> bool:
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     return modules or getattr(model.config, "attention_dropout", 0.0) > 0
-

@@ -29,7 +29,7 @@ def check_stack(config: PretrainedConfig, seed: int = 0) -> None:
             try:
                 inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
                 expected = stack.model(**inputs, use_cache=False).logits
-            except Exception as error:                     # sizes that contradict each other show first in the library's forward
+            except Exception as error:  # noqa: BLE001 - sizes that contradict each other show first here
                 raise ConfigError(f"model.config: the library's own forward fails ({one_line(error)}); mend its values") from None
             if not expected.isfinite().all():
                 raise ConfigError("model.config: the library's own forward gives no finite numbers; mend its values")

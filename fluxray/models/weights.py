@@ -71,11 +71,13 @@ class PretrainedWeights:
         name = location(self._reference)
         try:
             model, report = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
-        except Exception as error:                         # whatever the library and its file readers raise
+        except Exception as error:  # noqa: BLE001 - whatever the library and its file readers raise
             raise ConfigError(
                 f"model.weights: {self._reference!r} cannot be loaded ({one_line(error)}); check that its files are complete"
             ) from None
         missing = sorted(report["missing_keys"])
         if missing:
-            raise ConfigError(f"model.weights: {self._reference!r} lacks {missing[0]} and {len(missing) - 1} more; it is another model")
+            raise ConfigError(
+                f"model.weights: {self._reference!r} lacks {missing[0]} and {len(missing) - 1} more; it is another model"
+            )
         return dict(model.state_dict(keep_vars=False))

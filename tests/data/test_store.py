@@ -77,7 +77,8 @@ write_once(Path(sys.argv[1]), write)
 
 def test_folder_of_a_killed_writer_is_rebuilt(tmp_path):
     folder = tmp_path / "store"
-    assert subprocess.run([sys.executable, "-c", DIE_WHILE_WRITING, str(folder)], timeout=60).returncode == -9
+    writer = subprocess.run([sys.executable, "-c", DIE_WHILE_WRITING, str(folder)], timeout=60, check=False)
+    assert writer.returncode == -9
     assert (tmp_path / "store.partial" / "half").exists() and not folder.exists()
     write_once(folder, lambda partial: (partial / "whole").touch())
     assert [path.name for path in folder.iterdir()] == ["whole"]
