@@ -11,8 +11,8 @@ from fluxray.seeding import derive_seed
 def find_block_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Return the path and the list of each `nn.ModuleList` that holds the model's repeated blocks.
 
-    The library names their classes itself, in `_repeated_blocks` (diffusers) or `_no_split_modules` (transformers). Call it before
-    `fully_shard`, which renames classes.
+    The library names their classes itself, in `_repeated_blocks` (diffusers) or `_no_split_modules` (transformers). Call it
+    before `fully_shard`, which renames classes.
     """
     names = set(getattr(model, "_repeated_blocks", None) or ()) | set(getattr(model, "_no_split_modules", None) or ())
     return [
@@ -27,8 +27,8 @@ def materialise(
 ) -> None:
     """Allocate the modules at `paths` (and not their children) on `device` and give each its first values.
 
-    The random numbers of a module are keyed by the run's seed and its path, so that they depend neither on the order in which modules
-    are visited nor on the ranks: each rank makes the same full tensor and keeps its own shard.
+    The random numbers of a module are keyed by the run's seed and its path, so that they depend neither on the order in which
+    modules are visited nor on the ranks: each rank makes the same full tensor and keeps its own shard.
     """
     cuda = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=cuda):

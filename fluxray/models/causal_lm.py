@@ -55,8 +55,8 @@ class _Parts:
 def library_config(model: ModelConfig, vocab_size: int | None = None) -> PretrainedConfig:
     """Return transformers' configuration of the model; `vocab_size` is used where the configuration leaves it open.
 
-    Raises ConfigError for a family without a block list, for keys that the family's configuration does not have, and for keys that
-    contradict those of the published `model.weights`.
+    Raises ConfigError for a family without a block list, for keys that the family's configuration does not have, and for keys
+    that contradict those of the published `model.weights`.
     """
     if model.weights is not None:
         config = _published_config(model.weights)
@@ -128,8 +128,8 @@ class CausalLMBlock:
 class CausalLMStack(nn.Module):
     """A causal language model as prologue, blocks and epilogue (see `protocols.BlockStack`).
 
-    `model` is the library's, which starts on the meta device. `weights` are published ones, or None for random initialisation by the
-    library's own rule under `seed`.
+    `model` is the library's, which starts on the meta device. `weights` are published ones, or None for random initialisation by
+    the library's own rule under `seed`.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int, weights: PretrainedWeights | None = None):
@@ -178,7 +178,7 @@ class CausalLMStack(nn.Module):
         return (*embed_dropout, *(block.module for block in self.blocks))
 
     def materialise(self, device: torch.device, block: CausalLMBlock | None) -> None:
-        """Give the tensors of one block, or of everything outside the blocks for None, memory on `device` and their first values."""
+        """Give the tensors of one block (None: of all outside the blocks) memory on `device` and their first values."""
         inside = tuple(f"{b.name}." for b in self.blocks)
         every = [path for path, _ in self.model.named_modules()]
         if block is not None:

@@ -1,7 +1,7 @@
 """Attention masks built from document numbers on the device, without waiting for it.
 
-The library derives the same masks from position_ids, but asks the device whether a row is packed (one synchronisation a forward) and
-has renamed the arguments of its mask functions between versions.
+The library derives the same masks from position_ids, but asks the device whether a row is packed (one synchronisation a forward)
+and has renamed the arguments of its mask functions between versions.
 """
 
 import torch

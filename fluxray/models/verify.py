@@ -13,7 +13,7 @@ VOCABULARY = 512
 
 
 def check_stack(config: PretrainedConfig, seed: int = 0) -> None:
-    """Raise unless prologue, one block of each kind and epilogue give the library's own logits, with and without packed documents.
+    """Raise unless prologue, one block of each kind and epilogue give the library's own logits, packed or not.
 
     Runs on the host on a copy cut to one block of each kind and to a small vocabulary, hidden sizes kept. ConfigError if the
     library's own forward fails on such a model or overflows; RuntimeError if the two differ.

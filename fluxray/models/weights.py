@@ -12,7 +12,7 @@ from fluxray.errors import ConfigError, one_line
 
 
 def location(reference: str) -> str:
-    """Return what `from_pretrained` takes for `path:DIR` or `hf:NAME`; raises ConfigError for another form or a missing folder."""
+    """Return what `from_pretrained` takes for `path:DIR` or `hf:NAME`; ConfigError for another form or a missing folder."""
     scheme, _, rest = reference.partition(":")
     if scheme == "hf" and rest:
         return rest
@@ -27,8 +27,8 @@ def location(reference: str) -> str:
 class PretrainedWeights:
     """Published weights of one model, in the library's names in memory.
 
-    Rank 0 loads them on the host in their stored dtype when they are first asked for (the library renames and converts); every rank
-    must then ask for the same parameters in the same order.
+    Rank 0 loads them on the host in their stored dtype when they are first asked for (the library renames and converts); every
+    rank must then ask for the same parameters in the same order.
     """
 
     def __init__(self, reference: str):
@@ -53,7 +53,7 @@ class PretrainedWeights:
                         dist.broadcast(target.data, src=0)
 
     def _load_on_rank_0(self, distributed: bool, is_source: bool) -> dict[str, Tensor]:
-        """Return the tensors on rank 0 and nothing elsewhere; a fault of rank 0 is raised on every rank, so that none waits for it."""
+        """Return the tensors on rank 0 and nothing elsewhere; a fault of rank 0 is raised on every rank."""
         tensors: dict[str, Tensor] = {}
         fault: list[str | None] = [None]
         if is_source:

@@ -68,7 +68,7 @@ EngineFactory = Callable[[EngineCase], Engine]
 
 
 def make_rows() -> list[tuple[torch.Tensor, ...]]:
-    """Return NUM_ROWS rows (ids, positions, documents, targets), packed with documents of uneven length: valid counts differ by row."""
+    """Return NUM_ROWS rows (ids, positions, documents, targets), packed with documents of uneven length."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for row in range(NUM_ROWS):
@@ -109,7 +109,7 @@ class Trace:
 
 
 def train(engine: Engine, num_micro_batches: int = 2, num_steps: int = 5, start: int = 0) -> Trace:
-    """Train a one-rank engine and return its trace. Gradients are read from the first moments: exp_avg = (1 - beta1) g after a step."""
+    """Train a one-rank engine and return its trace. Gradients come from the first moments: exp_avg = (1 - beta1) g."""
     trace = Trace([], [], {}, {})
     for step in range(start, start + num_steps):
         output = engine.train_step(cut(num_micro_batches, step), OPTIM.lr)

@@ -1,4 +1,4 @@
-"""Sharded equals single: 1, 2 and 8 ranks, their checkpoints read by other numbers of ranks. All ranks live in one spawned group."""
+"""Sharded equals single: 1, 2 and 8 ranks, their checkpoints read by other numbers of ranks. One spawned group has all ranks."""
 
 import json
 import os
