@@ -18,7 +18,7 @@ from fluxray.models.blocks import find_block_lists, materialise
 from fluxray.models.masks import attention_masks
 from fluxray.models.values import check_values
 from fluxray.models.weights import PretrainedWeights, location
-from fluxray.protocols import State, TextBatch
+from fluxray.protocols import BlockStack, State, TextBatch
 from fluxray.seeding import derive_seed
 
 FAMILIES = ("gpt_neox", "llama", "qwen3")
@@ -125,7 +125,7 @@ class CausalLMBlock:
         return state._replace(carry=(hidden_BSD,))
 
 
-class CausalLMStack(nn.Module):
+class CausalLMStack(BlockStack):
     """A causal language model as prologue, blocks and epilogue (see `protocols.BlockStack`).
 
     `model` is the library's, which starts on the meta device. `weights` are published ones, or None for random initialisation by
@@ -146,6 +146,8 @@ class CausalLMStack(nn.Module):
             for i, (layer, kind) in enumerate(zip(_layers(model), kinds, strict=True))
         )
         self.has_dropout = _has_dropout(model)
+        embed_dropout = () if self._parts.embed_dropout is None else (self._parts.embed_dropout,)
+        self.dropout_modules = (*embed_dropout, *(block.module for block in self.blocks))
 
     def prologue(self, batch: TextBatch) -> State:
         """Embed the tokens; compute rotary embeddings and masks, which all blocks share."""
@@ -163,19 +165,6 @@ class CausalLMStack(nn.Module):
         """Apply the final norm and the head, then `loss_fn` to the logits [B, S, V]."""
         (hidden_BSD,) = state.carry
         return loss_fn(self._parts.head(self._parts.norm(hidden_BSD)), batch)
-
-    def forward(self, batch: TextBatch, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
-        """Compose prologue, blocks and epilogue."""
-        state = self.prologue(batch)
-        for block in self.blocks:
-            state = block(state)
-        return self.epilogue(state, batch, loss_fn)
-
-    @property
-    def dropout_modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose call takes a `dropout_seed`: the embedding's dropout and the blocks."""
-        embed_dropout = () if self._parts.embed_dropout is None else (self._parts.embed_dropout,)
-        return (*embed_dropout, *(block.module for block in self.blocks))
 
     def materialise(self, device: torch.device, block: CausalLMBlock | None) -> None:
         """Give the tensors of one block (None: of all outside the blocks) memory on `device` and their first values."""
@@ -243,9 +232,9 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _parts_of(model: PreTrainedModel) -> _Parts:
-    base = model.base_model
+    base: Any = model.base_model
     path = f"{model.base_model_prefix}.layers"
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if model.config.model_type == "gpt_neox":
         return _Parts(base.embed_in, base.emb_dropout, base.rotary_emb, base.final_layer_norm, head, path)
     return _Parts(base.embed_tokens, None, base.rotary_emb, base.norm, head, path)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,8 @@ class PretrainedWeights:
     def _load(self) -> dict[str, Tensor]:
         name = location(self._reference)
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
+            model, report = loaded
         except Exception as error:  # noqa: BLE001 - whatever the library and its file readers raise
             raise ConfigError(
                 f"model.weights: {self._reference!r} cannot be loaded ({one_line(error)}); check that its files are complete"
