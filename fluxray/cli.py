@@ -1,6 +1,8 @@
 """The command line. Nothing heavy is imported before a command needs it."""
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,7 +140,12 @@ def _end(what: str, message: object, code: int) -> int:
 
 
 def _ui_hint(storage: str | None) -> str:
-    return "fluxray ui" if storage is None else f"fluxray ui --storage {storage}"
+    """Return the command that opens the pages, as this shell finds it."""
+    command = "fluxray"
+    beside = Path(sys.executable).parent / "fluxray"
+    if shutil.which(command) is None and beside.exists():
+        command = os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
+    return f"{command} ui" if storage is None else f"{command} ui --storage {storage}"
 
 
 def _shown(value: object) -> str:

@@ -94,3 +94,16 @@ runpy.run_path({str(ROOT / "jobs" / "train.py")!r}, run_name="__main__")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
     assert done.returncode == 2
     assert done.stderr == "fluxray: error: optim.lrr: unknown key; did you mean optim.lr?\n"
+
+
+def test_the_command_that_opens_the_pages_is_one_that_the_shell_finds(tmp_path, monkeypatch):
+    beside = tmp_path / ".venv" / "bin" / "fluxray"
+    beside.parent.mkdir(parents=True)
+    beside.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
+    monkeypatch.setenv("PATH", str(beside.parent))
+    assert cli._ui_hint(None) == "fluxray ui"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli._ui_hint("/data") == f"{beside} ui --storage /data"
+    monkeypatch.chdir(tmp_path)
+    assert cli._ui_hint(None) == ".venv/bin/fluxray ui"
