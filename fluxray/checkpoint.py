@@ -33,7 +33,9 @@ def directory_name(step: int) -> str:
     return f"{PREFIX}{step:08d}"
 
 
-def save(run_dir: Path, state: RunState, items: Iterable[StateItem], rank: int, num_ranks: int, barrier: Callable[[], None]) -> Path:
+def save(
+    run_dir: Path, state: RunState, items: Iterable[StateItem], rank: int, num_ranks: int, barrier: Callable[[], None]
+) -> Path:
     """Write a checkpoint and return its directory, committed. Collective: every rank passes its own items.
 
     Of a tensor that every rank holds whole, only rank 0's piece is written.
@@ -82,17 +84,24 @@ class CheckpointReader:
 
     def __init__(self, directory: Path):
         self.directory = directory
+        try:
+            self._open()
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise CheckpointError(f"checkpoint {directory}: its index is damaged") from None
+
+    def _open(self) -> None:
         head = self._json("checkpoint.json")
         if head.get("format") != FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {directory}: has format {head.get('format')}, this version reads {FORMAT_VERSION}; use the fluxray that wrote it"
+                f"checkpoint {self.directory}: has format {head.get('format')}, this version reads {FORMAT_VERSION}; "
+                f"use the fluxray that wrote it"
             )
         for name, size in head["files"].items():
-            path = directory / name
+            path = self.directory / name
             if not path.is_file() or path.stat().st_size != size:
-                raise CheckpointError(f"checkpoint {directory}: {name} is {'truncated' if path.is_file() else 'missing'}")
+                raise CheckpointError(f"checkpoint {self.directory}: {name} is {'truncated' if path.is_file() else 'missing'}")
         self.state = RunState.from_json(head["state"])
-        self._num_ranks: int = head["num_ranks"]
+        self._num_ranks = int(head["num_ranks"])
         self._pieces = self._read_indices()
 
     def names(self) -> list[str]:
@@ -105,25 +114,31 @@ class CheckpointReader:
 
     def shape(self, section: str, name: str, /) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
-        return tuple(self._pieces[section, name][0][0])
+        return tuple(self._find(section, name)[0][0])
 
     def read(self, section: str, name: str, offset: int = 0, num_rows: int | None = None, /) -> Tensor:
-        """Return rows [offset, offset + num_rows) of a saved tensor, on the host; all of it for None."""
-        pieces = self._pieces[section, name]
+        """Return rows [offset, offset + num_rows) of a saved tensor, on the host; all rows from `offset` on for None."""
+        pieces = sorted(self._find(section, name), key=lambda piece: piece[1])
         shape = pieces[0][0]
         if not shape:
             return self._tensor(pieces[0][2], name, None)
         end = shape[0] if num_rows is None else offset + num_rows
         if end > shape[0]:
-            raise CheckpointError(f"checkpoint {self.directory}: {name} has {shape[0]} rows, {end} are wanted; it is of another model")
-        parts: list[Tensor] = []
-        for _, first, file in sorted(pieces, key=lambda piece: piece[1]):
-            tensor = self._tensor(file, name, (max(offset - first, 0), end - first))
-            if tensor.shape[0]:
-                parts.append(tensor)
+            raise CheckpointError(
+                f"checkpoint {self.directory}: {name} has {shape[0]} rows, {end} are wanted; it is of another model"
+            )
+        stops = [first for _, first, _ in pieces[1:]] + [shape[0]]
+        wanted = [(first, file) for (_, first, file), stop in zip(pieces, stops, strict=True) if first < end and stop > offset]
+        parts = [self._tensor(file, name, (max(offset - first, 0), end - first)) for first, file in wanted or [(0, pieces[0][2])]]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         assert whole.shape[0] == end - offset, f"{name}: pieces overlap or leave a gap"
         return whole
+
+    def _find(self, section: str, name: str) -> list[tuple[list[int], int, str]]:
+        try:
+            return self._pieces[section, name]
+        except KeyError:
+            raise CheckpointError(f"checkpoint {self.directory}: holds no {section} of {name}; it is of another model") from None
 
     def _tensor(self, file: str, name: str, rows: tuple[int, int] | None) -> Tensor:
         try:

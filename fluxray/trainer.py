@@ -14,7 +14,7 @@ from fluxray.optim.schedule import lr_at
 from fluxray.protocols import Batch, BatchSource, Engine, MicroBatches, Report, RunState, RunSummary, StepOutput
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLossError(RuntimeError):
     """The loss or the gradient is no number; the weights after that step must not be saved."""
 
 
@@ -53,7 +53,7 @@ class Trainer:
         self._loss: float | None = None
 
     def fit(self, state: RunState) -> RunSummary:
-        """Run the steps that are left, evaluate, save, and return how it ended. Raises NonFiniteLoss."""
+        """Run the steps that are left, evaluate, save, and return how it ended. Raises NonFiniteLossError."""
         total = state.schedule.total_steps
         checkpoint: Path | None = None
         eval_loss: float | None = None
@@ -61,13 +61,16 @@ class Trainer:
         with closing(self._hooks.batches(state)) as source:
             while state.step < total:
                 state = self._step(state, next(source))
-                is_last = state.step == total
-                if is_last or self._is_due(self._cadence.log_every, state.step):
+                cadence, is_last = self._cadence, state.step == total
+                logs, evaluates, saves = (
+                    is_last or self._is_due(every, state.step)
+                    for every in (cadence.log_every, cadence.eval_every, cadence.save_every)
+                )
+                if logs or evaluates or saves:  # also so that a pause never swallows the time of pending steps
                     state = self._log(state)
-                if is_last or self._is_due(self._cadence.eval_every, state.step):
+                if evaluates:
                     eval_loss = self._evaluate(state)
-                if is_last or self._is_due(self._cadence.save_every, state.step):
-                    state = self._log(state)
+                if saves:
                     checkpoint = self._save(state)
         assert state.step == total, f"the run stands at step {state.step}, {total} were planned"
         if eval_loss is None:
@@ -91,7 +94,9 @@ class Trainer:
         for index, (step, lr, output) in enumerate(self._pending):
             loss, grad_norm = output.loss.item(), output.grad_norm.item()
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise NonFiniteLoss(f"step {step}: loss {loss}, gradient norm {grad_norm}; lower optim.lr, or look at that batch")
+                raise NonFiniteLossError(
+                    f"step {step}: loss {loss}, gradient norm {grad_norm}; lower optim.lr, or look at that batch"
+                )
             num_tokens += int(output.num_valid.item())
             metrics = {"train/loss": loss, "train/grad_norm": grad_norm, "train/lr": lr, "train/tokens": float(num_tokens)}
             if index == len(self._pending) - 1:
@@ -124,4 +129,4 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> float:
 
 def perplexity(loss: float) -> float:
     """Return e to the mean loss in nats; infinity where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)

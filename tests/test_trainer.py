@@ -1,0 +1,269 @@
+import math
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fluxray.metrics import Throughput
+from fluxray.optim.schedule import lr_at
+from fluxray.protocols import BatchKey, LossOutput, MicroBatches, Report, RunState, Schedule, StepOutput
+from fluxray.trainer import Cadence, Hooks, NonFiniteLossError, Trainer, evaluate, perplexity
+
+TOTAL = 12
+START = RunState(seed=3, schedule=Schedule("linear", 1e-2, 4, TOTAL, 0.1))
+
+
+@dataclass(frozen=True)
+class FakeBatch:
+    """A micro-batch that knows its loss."""
+
+    num_tokens: int = 8
+    num_valid: int = 7
+    loss: float = 1.0
+    key: BatchKey | None = None
+
+    def to(self, device: torch.device) -> "FakeBatch":
+        raise AssertionError(device)
+
+
+@dataclass
+class FakeEngine:
+    """Writes down what it is asked to do; step s (counted from 1) has the loss 10 - s, or what `losses` says."""
+
+    done: list[Any]
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    step: int = 0
+
+    def train_step(self, micro_batches, lr: float) -> StepOutput:
+        self.step += 1
+        self.done.append(("step", self.step, lr))
+        loss, norm = self.losses.get(self.step, 10.0 - self.step), self.norms.get(self.step, 0.5)
+        num_valid = sum(batch.num_valid for batch in micro_batches)
+        return StepOutput(torch.tensor(loss), torch.tensor(norm), torch.tensor(float(num_valid)))
+
+    def eval_step(self, batch) -> LossOutput:
+        self.done.append(("eval", self.step))
+        return LossOutput(torch.tensor(batch.loss * batch.num_valid), batch.num_valid)
+
+    def flush(self) -> None:
+        self.done.append(("flush", self.step))
+
+    def forward(self, batch) -> torch.Tensor:
+        raise AssertionError
+
+    def state_items(self) -> Iterator[Any]:
+        raise AssertionError
+
+    def load_items(self, reader) -> None:
+        raise AssertionError
+
+
+class Broken(dict[int, float]):
+    """Stands for a device that goes away in a step."""
+
+    def get(self, *_: Any) -> Any:
+        raise OSError("device lost")
+
+
+class Run:
+    """A trainer on fakes, and all that can be seen of it. Step s consumes the data up to position 4 s of epoch 1."""
+
+    def __init__(self, cadence: tuple[int, int, int] = (3, 0, 100), num_ranks: int = 1, engine: dict[str, Any] | None = None):
+        self.done: list[Any] = []
+        self.engine = FakeEngine(self.done, **(engine or {}))
+        self.reports: list[Report] = []
+        self.saved: list[RunState] = []
+        self.opened = self.closed = 0
+        hooks = Hooks(self.batches, self.eval_batches, self.save, lambda: {"memory/host_gib": 1.5}, self.reports.append)
+        self.trainer = Trainer(self.engine, hooks, Cadence(*cadence), Throughput(6.0, 1.0, num_ranks), num_ranks)
+
+    def batches(self, state: RunState) -> Generator[MicroBatches, None, None]:
+        self.opened += 1
+        try:
+            position = state.position
+            while True:
+                position += 4
+                yield MicroBatches([FakeBatch(), FakeBatch(num_valid=5)], 1, position)
+        finally:
+            self.closed += 1
+
+    def eval_batches(self) -> Iterable[FakeBatch]:
+        return iter([FakeBatch(loss=2.0, num_valid=6), FakeBatch(loss=5.0, num_valid=2), FakeBatch(loss=0.0, num_valid=0)])
+
+    def save(self, state: RunState) -> Path:
+        self.done.append(("save", state.step))
+        self.saved.append(state)
+        return Path(f"step_{state.step}")
+
+    def fit(self, state: RunState = START):
+        self.engine.step = state.step
+        return self.trainer.fit(state)
+
+    def steps_of(self, key: str) -> list[int]:
+        return [report.step for report in self.reports if key in report.metrics]
+
+    def did(self, what: str) -> list[int]:
+        return [entry[1] for entry in self.done if entry[0] == what]
+
+
+ALL_STEPS = list(range(1, TOTAL + 1))
+
+
+def test_every_step_is_reported_once_in_order() -> None:
+    for cadence in ((1, 0, 100), (3, 0, 100), (5, 2, 3), (100, 0, 100), (7, 5, 4)):
+        run = Run(cadence)
+        run.fit()
+        assert run.steps_of("train/loss") == ALL_STEPS
+        losses = [report.metrics["train/loss"] for report in run.reports if "train/loss" in report.metrics]
+        assert losses == [10.0 - step for step in ALL_STEPS]
+        steps = [report.step for report in run.reports]
+        assert steps == sorted(steps)
+
+
+def test_report_of_a_step_holds_its_own_values() -> None:
+    run = Run((4, 0, 100), engine={"norms": {2: 3.0}})
+    run.fit()
+    by_step = {report.step: report.metrics for report in run.reports if "train/loss" in report.metrics}
+    assert by_step[2]["train/grad_norm"] == 3.0 and by_step[3]["train/grad_norm"] == 0.5
+    for step, metrics in by_step.items():
+        assert metrics["train/lr"] == lr_at(START.schedule, step - 1)
+        assert metrics["train/tokens"] == 12.0 * step
+    assert [lr for _, _, lr in (e for e in run.done if e[0] == "step")] == [lr_at(START.schedule, s) for s in range(TOTAL)]
+
+
+def test_logging_follows_its_cadence() -> None:
+    run = Run((5, 0, 100))
+    run.fit()
+    assert run.steps_of("perf/tokens_per_s") == run.steps_of("memory/host_gib") == run.steps_of("perf/mfu") == [5, 10, 12]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [12]), (5, [5, 10, 12]), (4, [4, 8, 12]), (100, [12]), (1, ALL_STEPS)])
+def test_evaluation_follows_its_cadence_and_always_ends_the_run(every: int, expected: list[int]) -> None:
+    run = Run((3, every, 100))
+    summary = run.fit()
+    assert run.steps_of("eval/loss") == expected
+    assert len(run.did("eval")) == 3 * len(expected)
+    assert summary.eval_loss == pytest.approx((2 * 6 + 5 * 2) / 8) and summary.perplexity == pytest.approx(math.exp(2.75))
+
+
+@pytest.mark.parametrize(("every", "expected"), [(5, [5, 10, 12]), (4, [4, 8, 12]), (100, [12]), (1, ALL_STEPS)])
+def test_saving_follows_its_cadence_and_always_ends_the_run(every: int, expected: list[int]) -> None:
+    run = Run((3, 0, every))
+    summary = run.fit()
+    assert [state.step for state in run.saved] == expected
+    assert [(report.step, str(report.checkpoint)) for report in run.reports if report.checkpoint] == [
+        (step, f"step_{step}") for step in expected
+    ]
+    assert summary.checkpoint == "step_12"
+
+
+def test_saved_states_say_what_has_been_consumed() -> None:
+    run = Run((3, 0, 5))
+    run.fit(replace(START, position=2))
+    assert [(state.epoch, state.position, state.num_tokens) for state in run.saved] == [(1, 22, 60), (1, 42, 120), (1, 50, 144)]
+    assert all(state.seed == START.seed and state.schedule == START.schedule for state in run.saved)
+
+
+def test_updates_are_flushed_before_evaluating_and_saving() -> None:
+    run = Run((3, 4, 6))
+    run.fit()
+    for index, entry in enumerate(run.done):
+        if entry[0] == "save" or (entry[0] == "eval" and run.done[index - 1][0] != "eval"):
+            assert run.done[index - 1] == ("flush", entry[1])
+
+
+def test_pending_steps_are_read_before_a_pause_begins() -> None:
+    run = Run((100, 4, 6))
+    run.fit()
+    assert run.steps_of("perf/tokens_per_s") == [4, 6, 8, 12]  # else their time on the device would fall into the pause
+    first = [report.step for report in run.reports if "train/loss" in report.metrics or "eval/loss" in report.metrics]
+    assert first[:6] == [1, 2, 3, 4, 4, 5]
+
+
+def test_finished_run_evaluates_and_says_so() -> None:
+    run = Run()
+    summary = run.fit(replace(START, step=TOTAL, num_tokens=5))
+    assert run.did("step") == [] and run.saved == []
+    assert run.steps_of("eval/loss") == [TOTAL]
+    assert (summary.step, summary.train_loss, summary.checkpoint) == (TOTAL, None, None)
+    assert summary.eval_loss == pytest.approx(2.75)
+    assert run.opened == run.closed
+
+
+def test_run_goes_on_from_where_it_stands() -> None:
+    run = Run((3, 0, 100))
+    summary = run.fit(replace(START, step=10, position=40, num_tokens=1000))
+    assert run.did("step") == [11, 12] and run.steps_of("train/loss") == [11, 12]
+    assert run.saved == [replace(START, step=12, epoch=1, position=48, num_tokens=1024)]
+    assert summary.step == 12 and summary.train_loss == -2.0
+
+
+def test_state_beyond_the_schedule_is_no_finished_run() -> None:
+    with pytest.raises(AssertionError, match="stands at step 13, 12 were planned"):
+        Run().fit(replace(START, step=TOTAL + 1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["losses", "norms"])
+def test_what_is_no_number_ends_the_run_before_anything_is_saved(what: str, value: float) -> None:
+    run = Run((100, 0, 4), engine={what: {6: value}})
+    with pytest.raises(NonFiniteLossError, match=rf"step 6: .*{value}.*lower optim\.lr"):
+        run.fit()
+    assert [state.step for state in run.saved] == [4]
+    assert run.steps_of("train/loss") == [1, 2, 3, 4, 5]
+    assert run.opened == run.closed == 1
+
+
+def test_last_step_is_checked_before_it_is_saved() -> None:
+    run = Run((100, 0, 100), engine={"losses": {TOTAL: math.nan}})
+    with pytest.raises(NonFiniteLossError, match=f"step {TOTAL}"):
+        run.fit()
+    assert run.saved == [] and run.steps_of("eval/loss") == []
+
+
+def test_data_is_closed_at_the_end_and_on_any_fault() -> None:
+    run = Run()
+    run.fit()
+    assert run.opened == run.closed == 1
+    failing = Run()
+    failing.engine.losses = Broken()
+    with pytest.raises(OSError, match="device lost"):
+        failing.fit()
+    assert failing.opened == failing.closed == 1
+
+
+def test_throughput_counts_all_ranks_and_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("fluxray.metrics.time.perf_counter", lambda: clock[0])
+    run = Run((4, 4, 4), num_ranks=2)
+    engine: Any = run.engine
+    step, eval_step, save = engine.train_step, engine.eval_step, run.trainer._hooks.save
+
+    def slow(call, seconds):
+        def timed(*args):
+            clock[0] += seconds
+            return call(*args)
+
+        return timed
+
+    engine.train_step, engine.eval_step = slow(step, 2.0), slow(eval_step, 100.0)
+    run.trainer._hooks = replace(run.trainer._hooks, save=slow(save, 1000.0))
+    run.fit()
+    rates = [report.metrics["perf/tokens_per_s"] for report in run.reports if "perf/tokens_per_s" in report.metrics]
+    assert rates == [pytest.approx(2 * 16 / 2.0)] * 3
+
+
+def test_loss_of_an_evaluation_is_the_mean_over_terms_not_over_batches() -> None:
+    engine = FakeEngine([])
+    assert evaluate(engine, [FakeBatch(loss=1.0, num_valid=1), FakeBatch(loss=4.0, num_valid=3)]) == pytest.approx(3.25)
+
+
+def test_perplexity() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(math.log(50)) == pytest.approx(50)
+    assert perplexity(1e6) == perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))
