@@ -28,7 +28,14 @@ PLAIN = {
 
 
 class _Loader(yaml.SafeLoader):
+    """Has no aliases, which JSON has not either and which can make a value hold itself."""
+
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own class attribute
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):  # pyright: ignore[reportUnknownMemberType]
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -46,6 +46,7 @@ def test_dumped_values_read_alike_in_both_dialects(value):
     ("word", "pair"),
     [
         ("data.source=*.txt", ("data.source", "*.txt")),
+        ("data.source=&a [*a]", ("data.source", "&a [*a]")),
         ("data.source=path:a=b.txt", ("data.source", "path:a=b.txt")),
         ("name='x'", ("name", "x")),
         ("optim.lr= 3e-4", ("optim.lr", 3e-4)),
