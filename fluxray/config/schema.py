@@ -142,7 +142,9 @@ class TrackingConfig(Section):
 class TrainConfig(Section):
     """The whole configuration of one run."""
 
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="a run of that name is resumed")
+    name: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="a run of that name is resumed"
+    )
     storage: str | None = Field(default=None, description="absolute folder of runs and caches; default: FLUXRAY_HOME, ~/.fluxray")
     seed: int = Field(default=0, ge=0)
     deterministic: bool = Field(default=False, description="bit-equal repetition on a GPU, at a cost in speed")
