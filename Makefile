@@ -28,7 +28,7 @@ clean:
 .venv/bin/pip:
 	@$(if $(PYTHON),$(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "fluxray needs Python 3.11 or newer, and '$(or $(PYTHON),python3)' is not; try make PYTHON=/path/to/python3.12"; exit 1; }
-	$(PYTHON) -m venv .venv || \
+	@$(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 
 .venv/installed: pyproject.toml | .venv/bin/pip
