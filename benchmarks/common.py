@@ -47,13 +47,20 @@ def git_revision() -> str:
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
 
 
+def repeatable_command(name: str) -> str:
+    """Return the command as a reader would type it from the project's root; where the result went is left out."""
+    words = iter(sys.argv[1:])
+    kept = [word for word in words if word != "--out" or not next(words)]
+    return " ".join(["python", f"benchmarks/{name}.py", *kept])
+
+
 def card_matrix_tflops() -> float:
     """Return the rate of a large bf16 matrix product, measured now."""
     return measure_matrix_tflops(torch.device("cuda", 0), torch.bfloat16)
 
 
 def device_gb() -> float:
-    """Return the peak of device memory in 10^9 bytes as nvidia-smi counts it: what torch reserved at most, and everything else."""
+    """Return the peak of device memory in 10^9 bytes as nvidia-smi counts it: torch's peak reserved and everything else."""
     free, total = torch.cuda.mem_get_info()
     beside_torch = total - free - torch.cuda.memory_reserved()
     return (torch.cuda.max_memory_reserved() + beside_torch) / 1e9
@@ -64,7 +71,7 @@ def write(name: str, rows: list[dict[str, Any]], out_dir: Path = RESULTS) -> Pat
     record = {
         "name": name,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": repeatable_command(name),
         "git": git_revision(),
         "machine": machine(),
         "versions": versions(),

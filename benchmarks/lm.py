@@ -57,15 +57,15 @@ def measure(row: str, num_steps: int) -> dict[str, Any]:
         state = RunState(config.seed, build_schedule(config.optim, WARM_UP + num_steps))
         losses: list[torch.Tensor] = []
         source_of_batches = parts.loader.train_batches(state)
-        started = time.perf_counter()
+        marks: list[float] = []
         for step in range(WARM_UP + num_steps):
-            if step in (1, WARM_UP):
+            if step in (0, 1, WARM_UP):
                 torch.cuda.synchronize()
-                first_step_s, start = time.perf_counter() - started if step == 1 else first_step_s, time.perf_counter()
+                marks.append(time.perf_counter())
             batches = next(source_of_batches).batches
             losses.append(parts.engine.train_step(batches, lr_at(state.schedule, step)).loss)
         torch.cuda.synchronize()
-        seconds = (time.perf_counter() - start) / num_steps
+        first_step_s, seconds = marks[1] - marks[0], (time.perf_counter() - marks[2]) / num_steps
         source_of_batches.close()
     model = config.model.config
     attention = 3 * 4 * model["num_hidden_layers"] * model["hidden_size"] * SEQUENCE
@@ -78,8 +78,8 @@ def measure(row: str, num_steps: int) -> dict[str, Any]:
         "tokens_per_s": round(tokens / seconds), "model_tflops": round(model_tflops, 1),
         "card_matrix_tflops": round(matrix_tflops, 1), "share_of_matrix_rate": round(model_tflops / matrix_tflops, 3),
         "device_gb": round(common.device_gb(), 1), "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1),
-        "first_step_s": round(first_step_s, 1), "first_loss": round(losses[0].item(), 3), "last_loss": round(losses[-1].item(), 3),
-        "note": row,
+        "first_step_s": round(first_step_s, 1), "first_loss": round(losses[0].item(), 3),
+        "last_loss": round(losses[-1].item(), 3), "note": row,
     }  # fmt: skip
 
 

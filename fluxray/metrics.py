@@ -14,8 +14,8 @@ GIB = 2**30
 def count_forward_flops(forward: Callable[[], Any]) -> int:
     """Return the floating-point operations of matrix products and attention in `forward`, which may run on meta tensors.
 
-    A training step counts three times that (Chowdhery et al., arXiv:2204.02311, appendix B); recomputation is not counted. Attention
-    counts in full, as the counter does, whether or not a mask lets kernels skip part of it.
+    A training step counts three times that (Chowdhery et al., arXiv:2204.02311, appendix B); recomputation is not counted.
+    Attention counts in full, as the counter does, whether or not a mask lets kernels skip part of it.
     """
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
@@ -52,7 +52,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 class Throughput:
     """Positions per second and model FLOPs utilisation since the last reading.
 
-    `flops_per_token` are those of forward and backward; `peak_tflops` is the rate of one device, of which there are `num_devices`.
+    `flops_per_token` are those of forward and backward; `peak_tflops` is the rate of one device, of which there are
+    `num_devices`.
     """
 
     def __init__(self, flops_per_token: float, peak_tflops: float, num_devices: int):

@@ -6,6 +6,7 @@ these.
 Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -142,44 +143,37 @@ class Block(Protocol):
         ...
 
 
-class BlockStack(Protocol):
-    """A model as prologue, ordered blocks and epilogue; `__call__` composes them inside one module call, so FSDP hooks fire."""
+class BlockStack(nn.Module, ABC):
+    """A model as prologue, ordered blocks and epilogue; its forward composes the three in one module call, so FSDP's hooks fire.
 
-    @property
-    def model(self) -> nn.Module:
-        """The library's model; its parameter names are the names used everywhere."""
-        ...
+    `model` is the library's; its parameter names are the names used everywhere. `blocks` are its repeated blocks, in order.
+    `has_dropout` tells whether any dropout probability is above zero; then `dropout_modules` are the modules whose calls get a
+    `dropout_seed` keyword while `State.dropout_seed` is set.
+    """
 
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """The repeated blocks, in order."""
-        ...
+    model: nn.Module
+    blocks: Sequence[Block]
+    has_dropout: bool
+    dropout_modules: Sequence[nn.Module]
 
-    @property
-    def has_dropout(self) -> bool:
-        """Whether any dropout probability is above zero."""
-        ...
-
-    @property
-    def dropout_modules(self) -> Sequence[nn.Module]:
-        """The modules whose calls get a `dropout_seed` keyword when `State.dropout_seed` is set."""
-        ...
-
+    @abstractmethod
     def materialise(self, device: torch.device, block: Any, /) -> None:
-        """Give the meta tensors of one block, or of everything outside the blocks for None, memory and first values on `device`."""
-        ...
+        """Allocate one block, or everything outside the blocks for None, on `device` and give it its first values."""
 
+    @abstractmethod
     def prologue(self, batch: Any, /) -> State:
         """Embed the batch and compute what every block reads."""
-        ...
 
+    @abstractmethod
     def epilogue(self, state: State, batch: Any, loss_fn: Callable[[Tensor, Any], Any], /) -> Any:
         """Apply final norm and head, then `loss_fn`; returns what `loss_fn` returns."""
-        ...
 
-    def __call__(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any], /) -> Any:
-        """Run prologue, blocks and epilogue."""
-        ...
+    def forward(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
+        """Compose prologue, blocks and epilogue."""
+        state = self.prologue(batch)
+        for block in self.blocks:
+            state = block(state)
+        return self.epilogue(state, batch, loss_fn)
 
 
 class Task(Protocol):
@@ -249,7 +243,7 @@ class Engine(Protocol):
         ...
 
     def eval_step(self, batch: Batch) -> LossOutput:
-        """Return the summed loss and valid count of all ranks' batches, without dropout or gradients. All ranks call it equally often."""
+        """Return the summed loss and valid count of all ranks' batches, without dropout or gradients. Collective."""
         ...
 
     def forward(self, batch: Batch) -> Tensor:

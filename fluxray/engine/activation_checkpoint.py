@@ -12,8 +12,8 @@ from fluxray.protocols import BlockStack
 def apply_activation_checkpoint(stack: BlockStack, kind: Literal["none", "full"]) -> None:
     """Make each block keep only its input (`full`; Chen et al., arXiv:1604.06174) or everything (`none`).
 
-    What is checkpointed is `forward`, not the module's call, so hooks (FSDP's among them) fire once per block and pass. The random
-    state is not saved: dropout is keyed inside the checkpointed function.
+    What is checkpointed is `forward`, not the module's call, so hooks (FSDP's among them) fire once per block and pass. The
+    random state is not saved: dropout is keyed inside the checkpointed function.
     """
     if kind == "none":
         return

@@ -39,7 +39,8 @@ class Masters:
     def publish(self) -> None:
         """Round the stepped masters into the compute copies."""
         if self._copies:
-            torch._foreach_copy_([self._copies[name] for name in self.named], list(self.named.values()))
+            copies: list[torch.Tensor] = [self._copies[name] for name in self.named]
+            torch._foreach_copy_(copies, list[torch.Tensor](self.named.values()))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _move_gradient_to(master: nn.Parameter):

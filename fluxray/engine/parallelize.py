@@ -23,8 +23,10 @@ class Techniques:
 
     * `fp32`: everything in fp32;
     * `amp-bf16`: fp32 parameters, matrix products in bf16 by autocast;
-    * `mixed-bf16`: fp32 masters, parameters, activations and persistent buffers in bf16, gradients reduced and accumulated in fp32.
-      Buffers that the library computes itself, the rotary frequencies, stay in fp32: in bf16 a position of 2,048 would be off by radians.
+    * `mixed-bf16`: fp32 masters, parameters, activations and persistent buffers in bf16, gradients reduced and accumulated in
+    fp32.
+      Buffers that the library computes itself, the rotary frequencies, stay in fp32: in bf16 a position of 2,048 would be off
+      by radians.
     """
 
     precision: Precision
@@ -36,8 +38,8 @@ class Techniques:
 def parallelize(stack: BlockStack, techniques: Techniques, device: torch.device, mesh: DeviceMesh | None) -> Masters:
     """Prepare a meta-device stack for training on `device`, sharded over `mesh` if there is one; return what the optimizer steps.
 
-    Tensors get memory block by block, and a block is sharded before the next one is allocated, so a rank never holds more than its
-    shards and one whole block.
+    Tensors get memory block by block, and a block is sharded before the next one is allocated, so a rank never holds more than
+    its shards and one whole block.
     """
     if techniques.compile:
         apply_compile(stack)

@@ -20,8 +20,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ShardedEngine:
     """One optimizer step on a stack that `parallelize` has prepared (see `protocols.Engine`).
 
-    The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks nor on
-    the split into micro-batches. Clipping is exact: by the norm of the whole gradient.
+    The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks
+    nor on the split into micro-batches. Clipping is exact: by the norm of the whole gradient.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ShardedEngine:
         with self._runtime.autocast():
             output = self._stack(batch.to(self._runtime.device), loss_fn)
         for module in self._sharded:
-            module.reshard()                               # no backward follows that would; the next step must gather anew
+            module.reshard()  # no backward follows that would; the next step must gather anew
         return output
 
     def _item(self, section: str, name: str, tensor: Tensor) -> StateItem:

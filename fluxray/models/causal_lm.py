@@ -18,7 +18,7 @@ from fluxray.models.blocks import find_block_lists, materialise
 from fluxray.models.masks import attention_masks
 from fluxray.models.values import check_values
 from fluxray.models.weights import PretrainedWeights, location
-from fluxray.protocols import BlockStack, State, TextBatch
+from fluxray.protocols import Block, BlockStack, State, TextBatch
 from fluxray.seeding import derive_seed
 
 FAMILIES = ("gpt_neox", "llama", "qwen3")
@@ -132,6 +132,8 @@ class CausalLMStack(BlockStack):
     the library's own rule under `seed`.
     """
 
+    model: PreTrainedModel
+
     def __init__(self, model: PreTrainedModel, seed: int, weights: PretrainedWeights | None = None):
         super().__init__()
         self.model = model
@@ -166,7 +168,7 @@ class CausalLMStack(BlockStack):
         (hidden_BSD,) = state.carry
         return loss_fn(self._parts.head(self._parts.norm(hidden_BSD)), batch)
 
-    def materialise(self, device: torch.device, block: CausalLMBlock | None) -> None:
+    def materialise(self, device: torch.device, block: Block | None) -> None:
         """Give the tensors of one block (None: of all outside the blocks) memory on `device` and their first values."""
         inside = tuple(f"{b.name}." for b in self.blocks)
         every = [path for path, _ in self.model.named_modules()]

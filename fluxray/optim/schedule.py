@@ -14,8 +14,8 @@ def build_schedule(config: OptimConfig, num_steps: int) -> Schedule:
 def lr_at(schedule: Schedule, step: int) -> float:
     """Return the learning rate of the optimizer step that follows `step` finished ones.
 
-    Warm-up rises linearly and reaches the peak with its last step. Linear and cosine then fall to `min_ratio` x peak, which the step
-    after the last would have.
+    Warm-up rises linearly and reaches the peak with its last step. Linear and cosine then fall to `min_ratio` x peak, which the
+    step after the last would have.
     """
     if step < schedule.warmup_steps:
         return schedule.peak_lr * (step + 1) / schedule.warmup_steps

@@ -1,7 +1,7 @@
 """The same worker without Ray: `torchrun --nproc_per_node=N -m fluxray.runtime.worker --profile P --model M key=value ...`.
 
-Rank 0 does what the driver does under Ray: checks, folder, MLflow run. There are no restarts; the same command with `name=NAME` goes on
-from the last committed checkpoint.
+Rank 0 does what the driver does under Ray: checks, folder, MLflow run. There are no restarts; the same command with `name=NAME`
+goes on from the last committed checkpoint.
 """
 
 import argparse

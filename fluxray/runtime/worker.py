@@ -37,9 +37,9 @@ T = TypeVar("T")
 class WorkerContext:
     """Where a worker stands and whom it tells.
 
-    `run_dir` is the run's folder on shared storage, `cache_dir` holds tokenised data and trained tokenizers. Every rank calls `report`
-    with the same Reports. `checkpoints` are the committed ones to resume from, newest first. `notify` takes one line for the user, on
-    rank 0 only.
+    `run_dir` is the run's folder on shared storage, `cache_dir` holds tokenised data and trained tokenizers. Every rank calls
+    `report` with the same Reports. `checkpoints` are the committed ones to resume from, newest first. `notify` takes one line
+    for the user, on rank 0 only.
     """
 
     rank: int
@@ -145,7 +145,11 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = config.hardware.tflops or measure_matrix_tflops(device, dtype)
     throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks)
-    return Parts(data, stack, engine, loader, throughput, flops_per_token, device, dist.barrier if mesh is not None else lambda: None)
+    return Parts(data, stack, engine, loader, throughput, flops_per_token, device, _barrier if mesh is not None else lambda: None)
+
+
+def _barrier() -> None:
+    dist.barrier()
 
 
 def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
@@ -162,7 +166,7 @@ def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
 
 
 def _agreed(build: Callable[[], T], num_ranks: int) -> T:
-    """Return what `build` returns, or raise on every rank the first fault that any rank met, so that none waits for a missing one."""
+    """Return what `build` returns, or raise on every rank the first fault that any met, so that none waits for another."""
     result, fault = None, None
     try:
         result = build()

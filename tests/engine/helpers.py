@@ -1,7 +1,7 @@
 """Tiny models, fixed batches and the engines that the conformance suite runs on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ class EngineCase:
     """What an engine is built from; `max_norm` far above any norm means that nothing is clipped."""
 
     model: ModelConfig
-    techniques: Techniques = Techniques("fp32")
+    techniques: Techniques = field(default_factory=lambda: Techniques("fp32"))
     max_norm: float = NO_CLIP
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def build_stack(case: EngineCase) -> CausalLMStack:

@@ -99,7 +99,9 @@ def test_mixed_bf16_accumulates_gradients_in_fp32(build: EngineFactory) -> None:
     assert worst < 0.02  # a bf16 sum of equal terms stops growing at 256 of them and would be 36% off
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler: CPU code cannot be compiled")
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler: CPU code cannot be compiled"
+)
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_compiled_equals_eager(kind: str) -> None:
     compiled = replace(NEOX, techniques=Techniques("fp32", compile=True, activation_checkpoint=kind))
@@ -174,7 +176,9 @@ def test_dropout_is_keyed_by_step_and_samples_alone(build: EngineFactory) -> Non
     def first_loss(batch: TextBatch) -> float:
         return build(dropping).train_step([batch], OPTIM.lr).loss.item()
 
-    assert first_loss(make_batch([0, 1], step=0)) == first_loss(make_batch([0, 1], step=0)) != first_loss(make_batch([0, 1], step=1))
+    assert (
+        first_loss(make_batch([0, 1], step=0)) == first_loss(make_batch([0, 1], step=0)) != first_loss(make_batch([0, 1], step=1))
+    )
 
 
 def test_learning_rate_is_the_steps_own(build: EngineFactory) -> None:
@@ -208,7 +212,9 @@ def test_before_the_first_step_there_are_no_moments_to_restore(build: EngineFact
     expect_equal(train(resumed), expected)
 
 
-@pytest.mark.parametrize("other", [{"hidden_size": 64}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}, {"vocab_size": 256}, {"vocab_size": 64}])
+@pytest.mark.parametrize(
+    "other", [{"hidden_size": 64}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}, {"vocab_size": 256}, {"vocab_size": 64}]
+)
 def test_a_checkpoint_of_another_model_is_refused(build: EngineFactory, other: dict[str, int], tmp_path: Path) -> None:
     _save(build(NEOX), tmp_path)
     engine = build(EngineCase(model_config("gpt_neox", **other)))

@@ -43,7 +43,7 @@ SMALL = (
 )
 
 
-class InterruptedRun(Exception):
+class InterruptedRunError(Exception):
     """Stands for whatever ends a worker in mid-run."""
 
 
@@ -111,10 +111,10 @@ def test_resumed_in_mid_epoch_equals_uninterrupted(tmp_path: Path, cache: Path, 
     def until_step_8(report: Report) -> None:
         reports.append(report)
         if report.step == 8:
-            raise InterruptedRun
+            raise InterruptedRunError
 
     config = small()
-    with pytest.raises(InterruptedRun):
+    with pytest.raises(InterruptedRunError):
         run_worker(config, replace(context(tmp_path, cache, []), report=until_step_8))
     notices: list[str] = []
     resumed: list[Report] = []

@@ -1,0 +1,104 @@
+"""The resident and the sharded engine on a GPU."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fluxray.engine.parallelize import Techniques
+from tests.engine.helpers import (
+    OPTIM,
+    EngineCase,
+    cut,
+    expect_close,
+    expect_close_values,
+    expect_equal,
+    model_config,
+    sharded_engine,
+    train,
+)
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts; deterministic products need it
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+CUDA = torch.device("cuda", 0)
+NEOX = EngineCase(model_config("gpt_neox"), device=CUDA)
+DROPPING = EngineCase(model_config("gpt_neox", hidden_dropout=0.2, attention_dropout=0.2), device=CUDA)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    torch.cuda.set_device(CUDA)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    yield DeviceMesh("cuda", torch.arange(1))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen3 tied"])
+def test_fp32_on_the_gpu_equals_the_host_from_the_same_weights(family: str) -> None:
+    host = sharded_engine(EngineCase(model_config(family)))
+    gpu = sharded_engine(EngineCase(model_config(family), device=CUDA))
+    _copy_weights(host, gpu)
+    actual, expected = train(gpu), train(host)
+    expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-5, "losses")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "mixed-bf16"])
+def test_sharded_equals_resident(mesh: DeviceMesh, precision: str) -> None:
+    case = replace(NEOX, techniques=Techniques(precision))
+    tolerance = 1e-6 if precision == "fp32" else 2e-3
+    actual, expected = train(sharded_engine(case, mesh)), train(sharded_engine(case))
+    expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), tolerance, "losses")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "mixed-bf16"])
+@pytest.mark.usefixtures("deterministic")
+def test_recomputation_draws_the_same_dropout_bit_for_bit(precision: str) -> None:
+    plain, full = (replace(DROPPING, techniques=Techniques(precision, activation_checkpoint=kind)) for kind in ("none", "full"))
+    expect_equal(train(sharded_engine(full)), train(sharded_engine(plain)))
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_runs_repeat_bit_for_bit() -> None:
+    case = replace(DROPPING, techniques=Techniques("mixed-bf16"))
+    expect_equal(train(sharded_engine(case)), train(sharded_engine(case)))
+
+
+def test_compiled_equals_eager() -> None:
+    compiled, eager = (replace(NEOX, techniques=Techniques("fp32", compile=flag)) for flag in (True, False))
+    expect_close(train(sharded_engine(compiled)), train(sharded_engine(eager)), loss=1e-5, gradient=1e-5, weight=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["amp-bf16", "mixed-bf16"])
+def test_the_host_never_waits_for_the_device_inside_a_step(precision: str) -> None:
+    engine = sharded_engine(replace(DROPPING, techniques=Techniques(precision, activation_checkpoint="full")))
+    micro_batches = [batch.to(CUDA) for batch in cut(2, 0)]
+    engine.train_step(micro_batches, OPTIM.lr)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.train_step(micro_batches, OPTIM.lr)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _copy_weights(source, target) -> None:
+    weights = {item.name: item.tensor for item in source.state_items() if item.section == "weights"}
+    for item in target.state_items():
+        if item.section == "weights":
+            item.tensor.copy_(weights[item.name])
