@@ -1,0 +1,113 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fluxray.metrics import GIB, Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
+from fluxray.models.causal_lm import build_causal_lm
+from fluxray.protocols import TextBatch
+from tests.models.helpers import CASES, model_config
+
+
+def forward_flops(case: str, length: int, num_rows: int = 1, packed: bool = False, **keys: Any) -> int:
+    stack = build_causal_lm(model_config(case, **keys), seed=0)
+    tokens = torch.zeros(num_rows, length, dtype=torch.int64, device="meta")
+    batch = TextBatch(tokens, tokens, tokens, tokens, single_document=not packed, num_valid=0)
+    return count_forward_flops(lambda: stack(batch, lambda logits, _: logits))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("length", [1, 16, 33])
+def test_flops_are_two_per_matrix_parameter_and_token_plus_attention(case: str, length: int) -> None:
+    stack = build_causal_lm(model_config(case), seed=0)
+    config: Any = stack.model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    matrices = sum(module.weight.numel() for module in stack.modules() if isinstance(module, nn.Linear))
+    attention = 2 * 2 * length**2 * config.num_attention_heads * head_dim * config.num_hidden_layers
+    assert forward_flops(case, length) == 2 * matrices * length + attention
+
+
+def test_tiny_neox_counted_by_hand() -> None:
+    hidden, inner, vocabulary, layers, length = 32, 48, 96, 3, 16
+    block = 4 * hidden * hidden + 2 * hidden * inner  # query, key, value, output; two of the MLP
+    expected = 2 * length * (layers * block + hidden * vocabulary) + layers * 4 * length * length * hidden
+    assert forward_flops("gpt_neox", length) == expected == 884736
+
+
+def test_flops_grow_with_rows_and_do_not_depend_on_packing() -> None:
+    assert forward_flops("llama", 16, num_rows=3) == 3 * forward_flops("llama", 16)
+    assert forward_flops("llama", 16, packed=True) == forward_flops("llama", 16)
+
+
+def test_counting_leaves_no_gradient_behind() -> None:
+    layer = nn.Linear(3, 5)
+    assert count_forward_flops(lambda: layer(torch.ones(2, 3))) == 2 * 2 * 3 * 5
+    assert layer.weight.grad is None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time that passes only when a test says so."""
+    now = [100.0]
+    monkeypatch.setattr("fluxray.metrics.time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_throughput_is_tokens_over_seconds_since_the_last_reading(clock: list[float]) -> None:
+    throughput = Throughput(flops_per_token=6e9, peak_tflops=2.0, num_devices=4)
+    throughput.add(1000)
+    throughput.add(500)
+    clock[0] += 3.0
+    assert throughput.read() == {"perf/tokens_per_s": 500.0, "perf/mfu": pytest.approx(500 * 6e9 / 8e12)}
+    clock[0] += 1.0
+    throughput.add(10)
+    clock[0] += 1.0
+    assert throughput.read()["perf/tokens_per_s"] == 5.0
+
+
+def test_pauses_do_not_count(clock: list[float]) -> None:
+    throughput = Throughput(1.0, 1.0, 1)
+    throughput.add(100)
+    clock[0] += 1.0
+    with throughput.pause():
+        clock[0] += 50.0
+    clock[0] += 1.0
+    with pytest.raises(OSError, match="gone"), throughput.pause():
+        clock[0] += 7.0
+        raise OSError("gone")
+    assert throughput.read()["perf/tokens_per_s"] == 50.0
+    with throughput.pause():
+        clock[0] += 50.0
+    clock[0] += 2.0
+    throughput.add(8)
+    assert throughput.read()["perf/tokens_per_s"] == 4.0
+
+
+def test_reading_at_once_divides_by_no_zero(clock: list[float]) -> None:
+    throughput = Throughput(1.0, 1.0, 1)
+    assert throughput.read() == {"perf/tokens_per_s": 0.0, "perf/mfu": 0.0}
+
+
+def test_host_memory_is_that_of_this_process() -> None:
+    before = memory_metrics(torch.device("cpu"))
+    assert set(before) == {"memory/host_gib"} and 0.01 < before["memory/host_gib"] < 1000
+    held = torch.ones(GIB // 4 // 4)  # a quarter of a GiB
+    assert memory_metrics(torch.device("cpu"))["memory/host_gib"] - before["memory/host_gib"] == pytest.approx(0.25, abs=0.05)
+    del held
+
+
+def test_measured_rate_is_a_rate() -> None:
+    assert 1e-4 < measure_matrix_tflops(torch.device("cpu"), torch.float32) < 1e3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_device_memory_is_the_peak_since_the_start() -> None:
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.empty(GIB, dtype=torch.uint8, device=device)
+    del held
+    metrics = memory_metrics(device)
+    assert metrics["memory/allocated_gib"] >= 1.0
+    assert metrics["memory/reserved_gib"] >= metrics["memory/allocated_gib"]
