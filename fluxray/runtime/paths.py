@@ -14,6 +14,7 @@ from typing import Any
 from fluxray.errors import CheckpointError, ConfigError
 
 CONFIG_FILE = "config.yaml"
+MAX_STEM = 60
 REGISTRY_FILE = "checkpoint_manager_snapshot.json"
 """Ray Train's list of committed checkpoints, in the run's folder."""
 
@@ -52,7 +53,8 @@ def home(storage: str | None = None) -> Home:
 
 def new_run_name(label: str, runs: Path) -> str:
     """Return a name `LABEL-YYYYmmdd-HHMMSS-xxxx` that no run in `runs` has; `label` may be a hub name or a path."""
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", label.rstrip("/").rpartition("/")[2].rpartition(":")[2]).strip("-._") or "run"
+    last = label.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._")[:MAX_STEM] or "run"
     while True:
         name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         if not (runs / name).exists():

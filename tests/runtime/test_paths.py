@@ -52,7 +52,13 @@ def test_storage_goes_before_the_environment_which_goes_before_the_home_folder(m
 
 @pytest.mark.parametrize(
     ("label", "stem"),
-    [("lm-tiny", "lm-tiny"), ("hf:EleutherAI/pythia-70m", "pythia-70m"), ("path:/a/my model/", "my-model"), ("path:..", "run")],
+    [
+        ("lm-tiny", "lm-tiny"),
+        ("hf:EleutherAI/pythia-70m", "pythia-70m"),
+        ("path:/a/my model/", "my-model"),
+        ("path:..", "run"),
+        ("x" * 300, "x" * 60),
+    ],
 )
 def test_run_names_are_new_and_valid(tmp_path, label, stem):
     names = {new_run_name(label, tmp_path) for _ in range(20)}
