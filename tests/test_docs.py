@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FREE_KEYS = ("model.config.", "resources.label_selector.")
 
-pytestmark = pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.name)
+each_document = pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.name)
 
 
 def shell_words(doc: Path) -> list[str]:
@@ -28,11 +29,13 @@ def code_spans(doc: Path) -> list[str]:
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", doc.read_text())
 
 
+@each_document
 def test_relative_links_lead_somewhere(doc):
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", doc.read_text())
     assert [link for link in links if not (doc.parent / link).exists()] == []
 
 
+@each_document
 def test_named_files_exist(doc):
     named = [
         span for span in [*code_spans(doc), *shell_words(doc)] if re.fullmatch(r"(fluxray|jobs|tests|docs|\.ci)/[\w./-]+", span)
@@ -40,6 +43,7 @@ def test_named_files_exist(doc):
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+@each_document
 def test_named_commands_exist(doc):
     verbs = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     words = [*shell_words(doc), *(word for span in code_spans(doc) for word in [*span.split(), ""])]
@@ -47,11 +51,13 @@ def test_named_commands_exist(doc):
     assert named <= verbs
 
 
+@each_document
 def test_named_make_targets_exist(doc):
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert set(re.findall(r"`?\bmake ([a-z]+)\b(?=[`\n ])", "\n".join([*code_spans(doc), *shell_words(doc)]))) <= set(targets)
 
 
+@each_document
 def test_named_presets_exist(doc):
     words = [*shell_words(doc), *(word for span in code_spans(doc) for word in span.split())]
     for option, folder in (("--profile", "profiles"), ("--model", "models")):
@@ -59,6 +65,7 @@ def test_named_presets_exist(doc):
         assert {name for name in named if name.islower() and ":" not in name} <= set(preset_names(folder))
 
 
+@each_document
 def test_named_keys_exist(doc):
     words = [*shell_words(doc), *(word for span in code_spans(doc) for word in span.split())]
     keys = {match[1] for word in words if (match := re.match(r"([a-z]\w*(?:\.\w+)*)=", word))}
@@ -67,9 +74,15 @@ def test_named_keys_exist(doc):
     assert ours <= set(schema_fields())
 
 
+@each_document
 def test_the_order_of_imports_is_the_enforced_one(doc):
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     enforced = " > ".join(re.sub(r"\(\w+\) \| | \| \(\w+\)", "", layer) for layer in layers)
     for written in re.findall(r"^\s*cli > [^`]*?seeding$", doc.read_text(), flags=re.MULTILINE):
         assert " ".join(written.split()) == enforced
+
+
+def test_the_benchmarks_are_generated_from_their_results():
+    render = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))["render"]
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == render()
