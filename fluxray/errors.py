@@ -25,6 +25,10 @@ class CheckpointError(FluxrayError):
     """A checkpoint is missing, damaged, of another model or of another format version."""
 
 
+class NonFiniteLossError(FluxrayError):
+    """The loss or the gradient is no number; trying again from the last checkpoint would only end there again."""
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
     """Return the text of another library's error on one line of at most `limit` characters, for use inside a message."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -9,13 +9,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fluxray.errors import NonFiniteLossError
 from fluxray.metrics import Throughput
 from fluxray.optim.schedule import lr_at
 from fluxray.protocols import Batch, BatchSource, Engine, MicroBatches, Report, RunState, RunSummary, StepOutput
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient is no number; the weights after that step must not be saved."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class Trainer:
             loss, grad_norm = output.loss.item(), output.grad_norm.item()
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise NonFiniteLossError(
-                    f"step {step}: loss {loss}, gradient norm {grad_norm}; lower optim.lr, or look at that batch"
+                    f"optim.lr: {lr:g} at step {step} gave loss {loss} and gradient norm {grad_norm}; lower it and start again"
                 )
             num_tokens += int(output.num_valid.item())
             metrics = {"train/loss": loss, "train/grad_norm": grad_norm, "train/lr": lr, "train/tokens": float(num_tokens)}

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from fluxray.errors import NonFiniteLossError
 from fluxray.metrics import Throughput
 from fluxray.optim.schedule import lr_at
 from fluxray.protocols import BatchKey, LossOutput, MicroBatches, Report, RunState, Schedule, StepOutput
-from fluxray.trainer import Cadence, Hooks, NonFiniteLossError, Trainer, evaluate, perplexity
+from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
 
 TOTAL = 12
 START = RunState(seed=3, schedule=Schedule("linear", 1e-2, 4, TOTAL, 0.1))
@@ -78,8 +79,13 @@ class Run:
         self.reports: list[Report] = []
         self.saved: list[RunState] = []
         self.opened = self.closed = 0
-        hooks = Hooks(self.batches, self.eval_batches, self.save, lambda: {"memory/host_gib": 1.5}, self.reports.append)
+        self.sources: list[Any] = []  # held here, so that only an explicit close ends them
+        hooks = Hooks(self.open, self.eval_batches, self.save, lambda: {"memory/host_gib": 1.5}, self.reports.append)
         self.trainer = Trainer(self.engine, hooks, Cadence(*cadence), Throughput(6.0, 1.0, num_ranks), num_ranks)
+
+    def open(self, state: RunState) -> Generator[MicroBatches, None, None]:
+        self.sources.append(self.batches(state))
+        return self.sources[-1]
 
     def batches(self, state: RunState) -> Generator[MicroBatches, None, None]:
         self.opened += 1
@@ -211,7 +217,7 @@ def test_state_beyond_the_schedule_is_no_finished_run() -> None:
 @pytest.mark.parametrize("what", ["losses", "norms"])
 def test_what_is_no_number_ends_the_run_before_anything_is_saved(what: str, value: float) -> None:
     run = Run((100, 0, 4), engine={what: {6: value}})
-    with pytest.raises(NonFiniteLossError, match=rf"step 6: .*{value}.*lower optim\.lr"):
+    with pytest.raises(NonFiniteLossError, match=rf"^optim\.lr: .* at step 6 gave .*{value}.*; lower it"):
         run.fit()
     assert [state.step for state in run.saved] == [4]
     assert run.steps_of("train/loss") == [1, 2, 3, 4, 5]
@@ -220,7 +226,7 @@ def test_what_is_no_number_ends_the_run_before_anything_is_saved(what: str, valu
 
 def test_last_step_is_checked_before_it_is_saved() -> None:
     run = Run((100, 0, 100), engine={"losses": {TOTAL: math.nan}})
-    with pytest.raises(NonFiniteLossError, match=f"step {TOTAL}"):
+    with pytest.raises(NonFiniteLossError, match=f"at step {TOTAL} "):
         run.fit()
     assert run.saved == [] and run.steps_of("eval/loss") == []
 

@@ -133,6 +133,7 @@ def _reporter(run: Run, writer: tracking.MetricWriter | None) -> Callable[[Repor
         if "perf/tokens_per_s" in item.metrics:
             _say(progress.line())
         if item.checkpoint is not None:
+            writer.flush()  # a run that goes on from this checkpoint does not repeat the steps before it
             _prune(run.run_dir, run.config.checkpoint.keep)
 
     return report
