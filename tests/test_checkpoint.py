@@ -189,6 +189,18 @@ def test_same_step_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert committed(tmp_path) == [folder]
 
 
+def test_leftovers_of_an_interrupted_save_do_not_get_into_the_next(tmp_path: Path) -> None:
+    partial = tmp_path / "step_00000007.partial"
+    partial.mkdir()
+    (partial / "weights-00003-of-00004.safetensors").write_bytes(b"half")
+    folder = save_one(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint.json",
+        "index-00000-of-00001.json",
+        "weights-00000-of-00001.safetensors",
+    ]
+
+
 def truncate(folder: Path, name: str, kept: int = -1) -> None:
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:kept])

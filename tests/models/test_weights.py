@@ -1,5 +1,7 @@
 import json
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,6 @@ from fluxray.config.schema import ModelConfig
 from fluxray.errors import ConfigError
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
 from tests.models.helpers import CASES, batch_of, build, logits_of, materialised, shaken
-
-
-@pytest.fixture(scope="module", autouse=True)
-def offline() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
 
 
 def loaded(folder: Path) -> CausalLMStack:
@@ -130,3 +125,38 @@ def test_folder_that_goes_away_is_refused(tmp_path: Path) -> None:
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"^model\.weights: 'path:.*' is no folder; name one"):
         materialised(stack)
+
+
+HUB_SCRIPT = """
+import torch
+from fluxray.config.schema import ModelConfig
+from fluxray.errors import ConfigError
+from fluxray.models.causal_lm import build_causal_lm
+from fluxray.models.verify import check_stack
+
+stack = build_causal_lm(ModelConfig(weights="hf:org/tiny"), seed=0)
+check_stack(stack.model.config)
+for block in (*stack.blocks, None):
+    stack.materialise(torch.device("cpu"), block)
+torch.save(stack.model.get_input_embeddings().weight.detach(), "embedding.pt")
+try:
+    build_causal_lm(ModelConfig(weights="hf:org/none"), seed=0)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_hub_names_are_read_from_the_hub_cache_without_the_hub(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--tiny"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    stack = published(repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_CACHE"} | hub
+    command = [sys.executable, "-c", HUB_SCRIPT]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "embedding.pt"), stack.model.get_parameter("model.embed_tokens.weight"))
+    (refused,) = done.stdout.splitlines()
+    assert refused.startswith("model.weights: 'hf:org/none' ")
