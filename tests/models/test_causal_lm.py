@@ -121,7 +121,8 @@ def test_blocks_are_named_as_the_library_names_them(case: str) -> None:
 
 def test_mixed_windows_reach_their_own_blocks() -> None:
     stack = build("qwen3 mixed")
-    assert [block.kind for block in stack.blocks] == ["sliding_attention", "full_attention", "sliding_attention"]
+    blocks: Any = stack.blocks
+    assert [block.kind for block in blocks] == ["sliding_attention", "full_attention", "sliding_attention"]
     state = stack.prologue(BATCHES["packed"])
     sliding, full = state.shared["mask.sliding_attention"], state.shared["mask.full_attention"]
     assert sliding is not None and full is not None and sliding.sum() < full.sum()

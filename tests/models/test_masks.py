@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ def librarys_masks(window: int, batch: TextBatch) -> dict[str, torch.Tensor | No
     """Return what the library's own forward hands its full and its sliding blocks."""
     stack = build("qwen3 mixed", sliding_window=window).eval()
     seen: dict[str, torch.Tensor | None] = {}
-    for block in stack.blocks:
+    blocks: Any = stack.blocks
+    for block in blocks:
 
         def note(_, __, kwargs, kind=block.kind):
             seen[kind] = kwargs["attention_mask"]
