@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fluxray.errors import CheckpointError
 from fluxray.protocols import RunState, StateItem
+from fluxray.ranks import ALONE, Ranks
 
 FORMAT_VERSION = 1
 PREFIX = "step_"
@@ -33,24 +34,18 @@ def directory_name(step: int) -> str:
     return f"{PREFIX}{step:08d}"
 
 
-def save(
-    run_dir: Path, state: RunState, items: Iterable[StateItem], rank: int, num_ranks: int, barrier: Callable[[], None]
-) -> Path:
+def save(run_dir: Path, state: RunState, items: Iterable[StateItem], ranks: Ranks = ALONE) -> Path:
     """Write a checkpoint and return its directory, committed. Collective: every rank passes its own items.
 
-    Of a tensor that every rank holds whole, only rank 0's piece is written.
+    Of a tensor that every rank holds whole, only rank 0's piece is written. Raises CheckpointError on every rank if one cannot
+    write (no space, no permission); what was committed before stays.
     """
     final = run_dir / directory_name(state.step)
     partial = final.with_name(f"{final.name}.partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    barrier()
-    _write_pieces(partial, items, rank, num_ranks)
-    barrier()
-    if rank == 0:
-        _commit(partial, final, state, num_ranks)
-    barrier()
+    first = ranks.rank == 0
+    ranks.together(lambda: _writing(final, lambda: _make_empty(partial) if first else None))
+    ranks.together(lambda: _writing(final, lambda: _write_pieces(partial, items, ranks)))
+    ranks.together(lambda: _writing(final, lambda: _commit(partial, final, state, ranks.num_ranks) if first else None))
     return final
 
 
@@ -170,16 +165,32 @@ class CheckpointReader:
             raise CheckpointError(f"checkpoint {self.directory}: {name} is damaged") from None
 
 
-def _write_pieces(folder: Path, items: Iterable[StateItem], rank: int, num_ranks: int) -> None:
+def _writing(final: Path, action: Callable[[], None]) -> None:
+    """Run `action`, a file system's refusal turned into a CheckpointError."""
+    try:
+        action()
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(
+            f"storage: {final} cannot be written ({reason}); free space there or name another storage"
+        ) from None
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_pieces(folder: Path, items: Iterable[StateItem], ranks: Ranks) -> None:
     sections: dict[str, dict[str, Tensor]] = {}
     index: dict[str, dict[str, tuple[Sequence[int], int]]] = {}
     for item in items:
         whole = item.offset is None
-        if (whole and rank != 0) or item.tensor.numel() == 0:
+        if (whole and ranks.rank != 0) or item.tensor.numel() == 0:
             continue
         sections.setdefault(item.section, {})[item.name] = item.tensor.detach().cpu().contiguous()
         index.setdefault(item.section, {})[item.name] = (item.shape, 0 if whole else item.offset or 0)
-    suffix = _suffix(rank, num_ranks)
+    suffix = _suffix(ranks.rank, ranks.num_ranks)
     for section, tensors in sections.items():
         path = folder / f"{section}{suffix}.safetensors"
         save_file(tensors, path)

@@ -291,7 +291,7 @@ class RunState:
     """Everything that influences the future of a run, apart from the engine's tensors.
 
     `step` counts finished optimizer steps, `epoch` and `position` say which samples have been consumed (`position` within the
-    epoch's order), `seed` names all random streams, `num_tokens` counts the processed positions of all ranks.
+    epoch's order), `seed` names all random streams, `num_tokens` counts the terms of all losses so far, over all ranks.
     """
 
     seed: int
@@ -312,24 +312,37 @@ class RunState:
         return cls(schedule=Schedule(**fields.pop("schedule")), **fields)
 
 
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint that is being written to `path`.
+
+    `wait` returns once it is committed there, with the seconds that took since it was begun, and raises what went wrong.
+    """
+
+    path: Path
+    wait: Callable[[], float]
+
+
 class Report(NamedTuple):
-    """What the trainer says: after `log_every` steps, after an evaluation, after a checkpoint has been committed on disk.
+    """What the trainer says: after `log_every` steps, after an evaluation, when a checkpoint is saved.
 
     `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `perf/tokens_per_s`,
-    `perf/mfu`, `memory/...`, `eval/loss`, `eval/perplexity`). `checkpoint` is the directory of a complete checkpoint, or None.
+    `perf/mfu`, `memory/...`, `eval/loss`, `eval/perplexity`), except rates, memory and seconds, which are the rank's own.
     """
 
     step: int
     metrics: Mapping[str, float]
-    checkpoint: Path | None = None
+    checkpoint: SavedCheckpoint | None = None
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended: finished optimizer steps, last training loss, held-out loss and perplexity, last checkpoint."""
+    """How a run ended: finished optimizer steps, last training loss, held-out loss and perplexity, last checkpoint.
+
+    A run that was asked to stop has saved and has fewer steps than were planned; it is not evaluated.
+    """
 
     step: int
     train_loss: float | None
-    eval_loss: float
-    perplexity: float
+    eval_loss: float | None
+    perplexity: float | None
     checkpoint: str | None

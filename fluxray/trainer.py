@@ -4,15 +4,15 @@ It knows an engine and callables, no model, data set, process group or tracker, 
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fluxray.errors import NonFiniteLossError
 from fluxray.metrics import Throughput
 from fluxray.optim.schedule import lr_at
-from fluxray.protocols import Batch, BatchSource, Engine, MicroBatches, Report, RunState, RunSummary, StepOutput
+from fluxray.protocols import Batch, BatchSource, Engine, MicroBatches, Report, RunState, RunSummary, SavedCheckpoint, StepOutput
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,18 @@ class Cadence:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls. `eval_batches` gives the held-out batches anew each time; `save` writes a checkpoint of the state and
-    returns its directory; `memory` returns the memory metrics; `report` receives every Report, on every rank.
+    """What the loop calls.
+
+    `eval_batches` gives the held-out batches anew each time. `save` starts to write a checkpoint of the state; the one before is
+    durable when it is called. `memory` returns the memory metrics. `should_stop` is asked after each step, on every rank, and
+    gives the same answer on all. `report` receives every Report, on every rank.
     """
 
     batches: BatchSource
     eval_batches: Callable[[], Iterable[Batch]]
-    save: Callable[[RunState], Path]
+    save: Callable[[RunState], SavedCheckpoint]
     memory: Callable[[], dict[str, float]]
+    should_stop: Callable[[RunState], bool]
     report: Callable[[Report], None]
 
 
@@ -48,31 +52,45 @@ class Trainer:
         self._num_ranks = num_ranks
         self._pending: list[tuple[int, float, StepOutput]] = []
         self._loss: float | None = None
+        self._saved: SavedCheckpoint | None = None
 
     def fit(self, state: RunState) -> RunSummary:
-        """Run the steps that are left, evaluate, save, and return how it ended. Raises NonFiniteLossError."""
+        """Run the steps that are left, evaluate, save, and return how it ended; asked to stop, save and return at once.
+
+        What has been saved is durable when this returns. Raises NonFiniteLossError.
+        """
         total = state.schedule.total_steps
-        checkpoint: Path | None = None
         eval_loss: float | None = None
+        stops = False
         self._throughput.read()
         with closing(self._hooks.batches(state)) as source:
-            while state.step < total:
+            while state.step < total and not stops:
                 state = self._step(state, next(source))
-                cadence, is_last = self._cadence, state.step == total
-                logs, evaluates, saves = (
-                    is_last or self._is_due(every, state.step)
-                    for every in (cadence.log_every, cadence.eval_every, cadence.save_every)
-                )
+                stops = self._hooks.should_stop(state)
+                logs, evaluates, saves = self._due(state.step, state.step == total, stops)
                 if logs or evaluates or saves:  # also so that a pause never swallows the time of pending steps
                     state = self._log(state)
                 if evaluates:
                     eval_loss = self._evaluate(state)
                 if saves:
-                    checkpoint = self._save(state)
-        assert state.step == total, f"the run stands at step {state.step}, {total} were planned"
-        if eval_loss is None:
+                    self._save(state)
+        assert stops or state.step == total, f"the run stands at step {state.step}, {total} were planned"
+        if state.step < total:
+            eval_loss = None  # an earlier one is not of these weights
+        elif eval_loss is None:
             eval_loss = self._evaluate(state)
-        return RunSummary(state.step, self._loss, eval_loss, perplexity(eval_loss), str(checkpoint) if checkpoint else None)
+        self._settle(state)
+        mean = None if eval_loss is None else perplexity(eval_loss)
+        return RunSummary(state.step, self._loss, eval_loss, mean, str(self._saved.path) if self._saved else None)
+
+    def _due(self, step: int, is_last: bool, stops: bool) -> tuple[bool, bool, bool]:
+        """Return whether to log, evaluate and save after `step`."""
+        cadence = self._cadence
+        return (
+            is_last or self._is_due(cadence.log_every, step),
+            is_last or (not stops and self._is_due(cadence.eval_every, step)),
+            is_last or stops or self._is_due(cadence.save_every, step),
+        )
 
     @staticmethod
     def _is_due(every: int, step: int) -> bool:
@@ -110,12 +128,19 @@ class Trainer:
         self._hooks.report(Report(state.step, {"eval/loss": loss, "eval/perplexity": perplexity(loss)}))
         return loss
 
-    def _save(self, state: RunState) -> Path:
+    def _save(self, state: RunState) -> None:
+        start = time.perf_counter()
         with self._throughput.pause():
+            self._settle(state)
             self._engine.flush()
-            checkpoint = self._hooks.save(state)
-            self._hooks.report(Report(state.step, {}, checkpoint))
-        return checkpoint
+            self._saved = self._hooks.save(state)
+            blocked = time.perf_counter() - start
+            self._hooks.report(Report(state.step, {"checkpoint/blocked_s": blocked}, self._saved))
+
+    def _settle(self, state: RunState) -> None:
+        """Wait until the last checkpoint is durable, and report how long that took from its beginning."""
+        if self._saved is not None:
+            self._hooks.report(Report(state.step, {"checkpoint/durable_s": self._saved.wait()}))
 
 
 def evaluate(engine: Engine, batches: Iterable[Batch]) -> float:

@@ -11,6 +11,7 @@ import torch
 from fluxray.checkpoint import CheckpointReader, committed, directory_name, open_newest, save
 from fluxray.errors import CheckpointError
 from fluxray.protocols import RunState, Schedule, StateItem
+from fluxray.ranks import Ranks
 
 STATE = RunState(seed=3, schedule=Schedule("cosine", 1e-3, 5, 100, 0.1), step=7, epoch=2, position=11, num_tokens=12345678901)
 TENSORS = {
@@ -33,13 +34,27 @@ def pieces(cuts: list[int], rank: int) -> Iterator[StateItem]:
         yield StateItem(section, name, tuple(tensor.shape), bounds[rank], tensor[bounds[rank] : bounds[rank + 1]])
 
 
+def meeting(num_ranks: int) -> Callable[[int, object], list[object]]:
+    """Return what threads that stand for ranks gather with."""
+    barrier, values = threading.Barrier(num_ranks), [None] * num_ranks
+
+    def gather(rank: int, value: object) -> list[object]:
+        values[rank] = value
+        barrier.wait(30)
+        gathered = list(values)
+        barrier.wait(30)
+        return gathered
+
+    return gather
+
+
 def save_all(run_dir: Path, cuts: list[int], state: RunState = STATE) -> Path:
     """Save from as many ranks as there are cuts, one thread each."""
-    barrier = threading.Barrier(len(cuts))
+    gather = meeting(len(cuts))
     folders: list[Path | None] = [None] * len(cuts)
 
     def run(rank: int) -> None:
-        folders[rank] = save(run_dir, state, pieces(cuts, rank), rank, len(cuts), lambda: (barrier.wait(30), None)[1])
+        folders[rank] = save(run_dir, state, pieces(cuts, rank), Ranks(rank, len(cuts), lambda value: gather(rank, value)))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(cuts))]
     for thread in threads:
@@ -55,7 +70,7 @@ def save_one(run_dir: Path, step: int = 7, **tensors: torch.Tensor) -> Path:
     items = [
         StateItem("weights", name, tuple(tensor.shape), 0, tensor) for name, tensor in (tensors or {"w": torch.ones(4)}).items()
     ]
-    return save(run_dir, RunState(0, STATE.schedule, step), items, 0, 1, lambda: None)
+    return save(run_dir, RunState(0, STATE.schedule, step), items)
 
 
 @pytest.mark.parametrize("cuts", [[10], [5, 5], [4, 4, 2], [10, 0, 0], [0, 3, 7], [2] * 8, [1, 9], [1] * 12])
@@ -99,11 +114,11 @@ def test_tensor_that_was_not_saved_is_refused(tmp_path: Path) -> None:
 
 
 def test_whole_tensors_are_written_by_the_first_rank_only(tmp_path: Path) -> None:
-    barrier = threading.Barrier(2)
+    gather = meeting(2)
 
     def run(rank: int) -> None:
         items = [StateItem("weights", "w", (2,), None, torch.full((2,), float(rank)))]
-        save(tmp_path, STATE, items, rank, 2, lambda: (barrier.wait(30), None)[1])
+        save(tmp_path, STATE, items, Ranks(rank, 2, lambda value: gather(rank, value)))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -164,19 +179,20 @@ def test_interrupted_save_leaves_nothing_that_is_listed(tmp_path: Path, dies_at:
 
     calls = 0
 
-    def barrier() -> None:
+    def gather(value: object) -> list[object]:
         nonlocal calls
         calls += 1
         if dies_at == "second rank" and calls == 2:
             raise RuntimeError("lost a rank")
+        return [value]
 
     if dies_at == "commit":
         monkeypatch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(OSError("disk gone")))
-    with pytest.raises((KeyboardInterrupt, RuntimeError, OSError)):
-        save(tmp_path, STATE, dying(), 0, 1, barrier)
+    with pytest.raises((KeyboardInterrupt, RuntimeError, CheckpointError)):
+        save(tmp_path, STATE, dying(), Ranks(gather=gather))
     assert committed(tmp_path) == [before]
     monkeypatch.undo()
-    assert save(tmp_path, STATE, pieces([10], 0), 0, 1, lambda: None) == committed(tmp_path)[0]
+    assert save(tmp_path, STATE, pieces([10], 0)) == committed(tmp_path)[0]
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -298,3 +314,29 @@ def test_nothing_but_damage_is_refused(tmp_path: Path) -> None:
 
 def test_run_state_survives_json_with_every_field() -> None:
     assert RunState.from_json(json.loads(json.dumps(STATE.to_json()))) == STATE
+
+
+def test_a_rank_that_cannot_write_is_a_fault_on_every_rank(tmp_path: Path) -> None:
+    before = save_one(tmp_path, 1)
+    gather = meeting(2)
+    faults: list[str] = []
+
+    def items(rank: int) -> Iterator[StateItem]:
+        yield StateItem("weights", "w", (2,), rank, torch.zeros(1))
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+
+    def run(rank: int) -> None:
+        with pytest.raises(CheckpointError) as raised:
+            save(tmp_path, STATE, items(rank), Ranks(rank, 2, lambda value: gather(rank, value)))
+        faults.append(str(raised.value))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (fault,) = set(faults)
+    reason = "cannot be written (No space left on device); free space there or name another storage"
+    assert fault == f"storage: {tmp_path / 'step_00000007'} {reason}"
+    assert committed(tmp_path) == [before]

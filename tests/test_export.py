@@ -78,7 +78,7 @@ def trained(family: str, shared: Path) -> Path:
     folder = shared / family
     if not folder.exists():
         config = resolve("cpu", "lm-tiny", [f"data.source=path:{shared / 'text.txt'}", *SIZES, *FAMILIES[family]])
-        context = WorkerContext(0, 1, 0, folder, shared / "cache", lambda _: None, [], lambda _: None)
+        context = WorkerContext(0, 1, 0, folder, shared / "cache", lambda _: None, lambda _: False, [], lambda _: None)
         run_worker(config, context)
     return folder
 

@@ -10,7 +10,7 @@ import torch
 from fluxray.errors import NonFiniteLossError
 from fluxray.metrics import Throughput
 from fluxray.optim.schedule import lr_at
-from fluxray.protocols import BatchKey, LossOutput, MicroBatches, Report, RunState, Schedule, StepOutput
+from fluxray.protocols import BatchKey, LossOutput, MicroBatches, Report, RunState, SavedCheckpoint, Schedule, StepOutput
 from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
 
 TOTAL = 12
@@ -80,7 +80,11 @@ class Run:
         self.saved: list[RunState] = []
         self.opened = self.closed = 0
         self.sources: list[Any] = []  # held here, so that only an explicit close ends them
-        hooks = Hooks(self.open, self.eval_batches, self.save, lambda: {"memory/host_gib": 1.5}, self.reports.append)
+        self.stop_at: int | None = None
+        memory = {"memory/host_gib": 1.5}
+        hooks = Hooks(
+            self.open, self.eval_batches, self.save, lambda: memory, lambda at: at.step == self.stop_at, self.reports.append
+        )
         self.trainer = Trainer(self.engine, hooks, Cadence(*cadence), Throughput(6.0, 1.0, num_ranks), num_ranks)
 
     def open(self, state: RunState) -> Generator[MicroBatches, None, None]:
@@ -100,10 +104,14 @@ class Run:
     def eval_batches(self) -> Iterable[FakeBatch]:
         return iter([FakeBatch(loss=2.0, num_valid=6), FakeBatch(loss=5.0, num_valid=2), FakeBatch(loss=0.0, num_valid=0)])
 
-    def save(self, state: RunState) -> Path:
+    def save(self, state: RunState) -> SavedCheckpoint:
         self.done.append(("save", state.step))
         self.saved.append(state)
-        return Path(f"step_{state.step}")
+        return SavedCheckpoint(Path(f"step_{state.step}"), lambda: self.wait(state.step))
+
+    def wait(self, step: int) -> float:
+        self.done.append(("durable", step))
+        return 2.5
 
     def fit(self, state: RunState = START):
         self.engine.step = state.step
@@ -161,7 +169,7 @@ def test_saving_follows_its_cadence_and_always_ends_the_run(every: int, expected
     run = Run((3, 0, every))
     summary = run.fit()
     assert [state.step for state in run.saved] == expected
-    assert [(report.step, str(report.checkpoint)) for report in run.reports if report.checkpoint] == [
+    assert [(report.step, str(report.checkpoint.path)) for report in run.reports if report.checkpoint] == [
         (step, f"step_{step}") for step in expected
     ]
     assert summary.checkpoint == "step_12"
@@ -273,3 +281,28 @@ def test_perplexity() -> None:
     assert perplexity(math.log(50)) == pytest.approx(50)
     assert perplexity(1e6) == perplexity(math.inf) == math.inf
     assert math.isnan(perplexity(math.nan))
+
+
+def test_asked_to_stop_it_saves_and_leaves_the_rest() -> None:
+    run = Run((100, 1, 100))
+    run.stop_at = 5
+    summary = run.fit()
+    assert run.did("step") == [1, 2, 3, 4, 5] and [state.step for state in run.saved] == [5]
+    assert run.saved[0].num_tokens == 12 * 5
+    assert (summary.step, summary.eval_loss, summary.perplexity, summary.checkpoint) == (5, None, None, "step_5")
+    assert run.steps_of("eval/loss") == [1, 2, 3, 4], "a stop is not held up by an evaluation"
+    assert run.opened == run.closed == 1
+
+
+def test_asked_to_stop_at_the_last_step_it_has_finished() -> None:
+    run = Run()
+    run.stop_at = TOTAL
+    assert run.fit().eval_loss == pytest.approx(2.75)
+
+
+def test_each_checkpoint_is_durable_before_the_next_and_before_the_end() -> None:
+    run = Run((100, 0, 4))
+    run.fit()
+    order = [entry for entry in run.done if entry[0] in ("save", "durable")]
+    assert order == [(what, step) for step in (4, 8, 12) for what in ("save", "durable")]
+    assert run.steps_of("checkpoint/durable_s") == [8, 12, 12] and run.steps_of("checkpoint/blocked_s") == [4, 8, 12]

@@ -112,6 +112,7 @@ class CheckpointConfig(Section):
     """When the run is saved, and how many checkpoints are kept."""
 
     every_steps: int = Field(default=200, ge=1)
+    asynchronous: bool = Field(default=True, description="write while training goes on, from a copy in host memory")
     keep: int = Field(default=2, ge=1)
 
 
@@ -123,6 +124,7 @@ class ResourcesConfig(Section):
     gpu: float = Field(default=0.0, ge=0, description="GPUs a worker")
     accelerator: str | None = Field(default=None, description="Ray's name of the GPU, such as RTX-A6000 or A100")
     label_selector: dict[str, str] = Field(default={}, description="labels that a worker's node must carry")
+    collective_timeout_s: float = Field(default=600, gt=0, description="seconds after which ranks stop waiting for a lost one")
     max_failures: int = Field(default=3, ge=0, description="restarts from the last checkpoint after a lost worker")
 
 

@@ -3,6 +3,7 @@
 Ray's controller and the board's own process import this module, so it must stay light: neither torch nor the models.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from fluxray.runtime.tracking import Target
 READ_TIMEOUT_S = 5.0
 MAX_NOTICES = 1000
 
+SILENCE_S = 5.0
+"""How much longer than the others a rank must have been silent to be named."""
+
 Fault = tuple[str, str]
 """Name of the FluxrayError's class, and its message."""
 
@@ -33,6 +37,8 @@ class Board:
         self._metrics: dict[str, float] = {}
         self._notices: list[str] = []
         self._faults: dict[int, Fault] = {}
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._stops = False
 
     def push(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the newest value of each metric."""
@@ -47,6 +53,20 @@ class Board:
     def read(self, num_seen: int) -> Snapshot:
         """Return the newest report and the notices after the first `num_seen`."""
         return Snapshot(self._step, dict(self._metrics), self._notices[num_seen:])
+
+    def beat(self, rank: int, step: int) -> bool:
+        """Note that a rank has finished `step`; return whether the run should stop."""
+        self._beats[rank] = (step, time.monotonic())
+        return self._stops
+
+    def beats(self) -> dict[int, tuple[int, float]]:
+        """Return by rank the last finished step that was noted, and how many seconds ago."""
+        now = time.monotonic()
+        return {rank: (step, now - at) for rank, (step, at) in self._beats.items()}
+
+    def request_stop(self) -> None:
+        """Let the workers save and stop after the step they are in."""
+        self._stops = True
 
     def post_fault(self, rank: int, fault: Fault) -> None:
         """Keep a user's fault for good: whatever Ray restarts would meet it again."""
@@ -99,6 +119,17 @@ def posted_fault(board: Any) -> FluxrayError | None:
     except (RayError, TimeoutError):
         return None
     return rebuild_fault(faults[min(faults)]) if faults else None
+
+
+def silent_ranks(board: Any) -> str | None:
+    """Return one line on the ranks that have said nothing for much longer than the others, or None if there are none."""
+    try:
+        beats: dict[int, tuple[int, float]] = ray.get(board.beats.remote(), timeout=READ_TIMEOUT_S)
+    except (RayError, TimeoutError):
+        return None
+    newest = min((age for _, age in beats.values()), default=0.0)
+    silent = {rank: step for rank, (step, age) in sorted(beats.items()) if age > newest + SILENCE_S}
+    return ", ".join(f"worker {rank} has said nothing since step {step}" for rank, step in silent.items()) or None
 
 
 def rebuild_fault(fault: Fault) -> FluxrayError:

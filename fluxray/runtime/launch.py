@@ -3,17 +3,17 @@
 Nothing is written and nothing started before the checks have passed.
 """
 
+import math
+import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import ActorDiedError, RayError
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from fluxray.config.checks import check_available
@@ -22,18 +22,18 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError
 from fluxray.protocols import RunSummary
 from fluxray.runtime import cluster, tracking
-from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, start_board
+from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, silent_ranks, start_board
+from fluxray.runtime.failure import explain
 from fluxray.runtime.outcome import FailedError, StoppedError
-from fluxray.runtime.paths import CONFIG_FILE, committed_checkpoints, forget_missing_checkpoints, home, write_text
+from fluxray.runtime.paths import CONFIG_FILE, committed_checkpoints, forget_missing_checkpoints, home
 from fluxray.runtime.prepare import prepare, save_config
 from fluxray.runtime.progress import Display
 from fluxray.runtime.report import WorkerFn, work
+from fluxray.runtime.stopping import in_thread, on_stop_signal
 from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 
 CONTROLLER_FAILURES = 2
 """Ray's default is to try for ever."""
-
-FAILURE_FILE = "failure.txt"
 
 
 @dataclass(frozen=True)
@@ -100,32 +100,57 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
     """Run `assignment` on Ray Train, whose own files go to `ray_dir`; shows progress meanwhile. Raises like `train`."""
     config, board, name = assignment.config, assignment.board, assignment.run_dir.name
     again = f"the same command with name={name} goes on from its last checkpoint" if assignment.tracking else "try again"
-    trainer = TorchTrainer(
-        work,
-        train_loop_config={"assignment": assignment},
-        torch_config=TorchConfig(backend="nccl" if config.resources.gpu > 0 else "gloo"),
-        scaling_config=scaling(config),
-        run_config=RunConfig(
-            name=ray_dir.name,
-            storage_path=str(ray_dir.parent),
-            failure_config=FailureConfig(
-                max_failures=config.resources.max_failures, controller_failure_limit=CONTROLLER_FAILURES
-            ),
-            checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoint.keep),
-            worker_runtime_env={"env_vars": cluster.worker_environment(config, local_cores)},
-        ),
-    )
+
+    def request_stop() -> None:
+        print("stopping: the step is finished and saved (once more to stop at once)", flush=True)
+        board.request_stop.remote()
+
+    os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(config.resources.collective_timeout_s)
     try:
-        with _stoppable(), Display(lambda num_seen: read_board(board, num_seen), config.train.num_steps):
-            outcome: Any = trainer.fit().return_value
+        with on_stop_signal(request_stop), Display(lambda num_seen: read_board(board, num_seen), config.train.num_steps):
+            outcome = in_thread(lambda: _fit_on_ray(assignment, ray_dir, local_cores))
     except (TrainingFailedError, RayError) as error:
         fault = posted_fault(board)
-        raise fault or FailedError(f"{explain(error, assignment.run_dir)}; {again}") from (None if fault else error)
+        told = explain(error, assignment.run_dir, silent_ranks(board))
+        raise fault or FailedError(f"{told}; {again}") from (None if fault else error)
     except (KeyboardInterrupt, SystemExit):
         raise StoppedError(f"run {name} was stopped; {again}") from None
     if "fault" in outcome:
         raise rebuild_fault(outcome["fault"])
-    return outcome["summary"]
+    summary: RunSummary = outcome["summary"]
+    if summary.eval_loss is None:
+        raise StoppedError(f"run {name} was stopped at step {summary.step} and saved; {again}")
+    return summary
+
+
+def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> dict[str, Any]:
+    """Return what rank 0's `work` returns. A controller that dies is started anew, and goes on from the last commit."""
+    config = assignment.config
+    for attempt in range(CONTROLLER_FAILURES + 1):
+        trainer = TorchTrainer(
+            work,
+            train_loop_config={"assignment": assignment},
+            torch_config=TorchConfig(
+                backend="nccl" if config.resources.gpu > 0 else "gloo", timeout_s=math.ceil(config.resources.collective_timeout_s)
+            ),
+            scaling_config=scaling(config),
+            run_config=RunConfig(
+                name=ray_dir.name,
+                storage_path=str(ray_dir.parent),
+                failure_config=FailureConfig(
+                    max_failures=config.resources.max_failures, controller_failure_limit=CONTROLLER_FAILURES
+                ),
+                checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoint.keep),
+                worker_runtime_env={"env_vars": cluster.worker_environment(config, local_cores)},
+            ),
+        )
+        try:
+            return cast(dict[str, Any], trainer.fit().return_value)
+        except ActorDiedError:
+            if attempt == CONTROLLER_FAILURES:
+                raise
+            print("Ray's controller of the run died: starting another", flush=True)
+    raise AssertionError("unreachable")
 
 
 def scaling(config: TrainConfig) -> ScalingConfig:
@@ -139,42 +164,6 @@ def scaling(config: TrainConfig) -> ScalingConfig:
         accelerator_type=asked.accelerator,
         label_selector=dict(asked.label_selector) or None,
     )
-
-
-def explain(error: BaseException, run_dir: Path) -> str:
-    """Return one line on why Ray gave a run up, and write the whole story to the run's folder."""
-    write_text(run_dir / FAILURE_FILE, f"{type(error).__name__}: {error}\n")
-    cause = f"Ray's controller failed: {_first_line(error)}"
-    if isinstance(error, WorkerGroupError) and error.worker_failures:
-        rank, failure = _origin(error.worker_failures)
-        cause = f"worker {rank} failed: {type(failure).__name__}: {_first_line(failure)}"
-    elif isinstance(error, ActorDiedError):
-        cause = "Ray's controller of the run died"
-    return f"run {run_dir.name}: {cause}; the whole story is in {run_dir / FAILURE_FILE}"
-
-
-def _origin(failures: dict[int, Exception]) -> tuple[int, BaseException]:
-    """Return rank and cause of the failure that began it: a lost worker or an own error, not a connection that a peer broke."""
-    causes = {rank: _unwrapped(failure) for rank, failure in sorted(failures.items())}
-    own = {
-        rank: cause
-        for rank, cause in causes.items()
-        if "peer" not in str(cause) and "DistBackendError" not in type(cause).__name__
-    }
-    rank = min(own or causes)
-    return rank, causes[rank]
-
-
-def _unwrapped(failure: BaseException) -> BaseException:
-    for name in ("_base_exc", "cause"):
-        inner = getattr(failure, name, None)
-        if isinstance(inner, BaseException):
-            return inner
-    return failure
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
 
 
 @contextmanager
@@ -191,21 +180,3 @@ def _recorded(target: tracking.Target, run_dir: Path) -> Iterator[None]:
         problem = tracking.finish_run(target, status, run_dir)
         if problem:
             print(problem, flush=True)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Let SIGTERM stop a run as SIGINT does, which Ray Train takes to stop its workers; give both back after the context.
-
-    Must be entered after Ray has been started, whose own handler of SIGTERM ends in an abort.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

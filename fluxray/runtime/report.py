@@ -3,7 +3,6 @@
 import pickle
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,11 +10,13 @@ import ray.train
 
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import FluxrayError
-from fluxray.protocols import Report, RunSummary
+from fluxray.protocols import Report, RunSummary, SavedCheckpoint
 from fluxray.runtime.board import Assignment, Fault
 from fluxray.runtime.paths import committed_checkpoints, registered_checkpoints
 from fluxray.runtime.tracking import MetricWriter
 from fluxray.runtime.worker import WorkerContext
+
+BEAT_EVERY_S = 1.0
 
 FAULT_AGREEMENT_S = 5.0
 """How long a rank that met a user's fault waits for the others to meet one."""
@@ -45,6 +46,7 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         run_dir=assignment.run_dir,
         cache_dir=assignment.cache_dir,
         report=reporter,
+        heartbeat=reporter.heartbeat,
         checkpoints=reporter.checkpoints,
         notify=reporter.notify,
     )
@@ -69,17 +71,30 @@ class Reporter:
         self._registered = {path.name for path in registered_checkpoints(assignment.run_dir)}
         self._board = assignment.board
         self._rank = rank
+        self._answer: Any = None
+        self._beat_at = 0.0
+        self._stops = False
         logs = rank == 0 and assignment.tracking is not None
         self._writer = MetricWriter(assignment.tracking, self.notify) if logs and assignment.tracking else None
 
     def __call__(self, report: Report) -> None:
-        """Pass a report on; returns once all ranks have brought a report with a checkpoint."""
+        """Pass a report on. One with a checkpoint returns once all ranks have brought it; Ray goes on when it is durable."""
         if self._rank == 0:
             self._board.push.remote(report.step, dict(report.metrics))
             if self._writer is not None:
                 self._writer.log(report.step, report.metrics)
         if report.checkpoint is not None:
             self._commit(report, report.checkpoint)
+
+    def heartbeat(self, step: int) -> bool:
+        """Tell the driver now and then that this rank has finished `step`; return whether it wants the run to stop."""
+        now = time.monotonic()
+        if self._answer is None and now >= self._beat_at:
+            self._answer = self._board.beat.remote(self._rank, step)
+            self._beat_at = now + BEAT_EVERY_S
+        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            self._stops, self._answer = bool(ray.get(self._answer)), None
+        return self._stops
 
     def notify(self, text: str) -> None:
         """Show one line to the user; only rank 0's are shown."""
@@ -91,8 +106,8 @@ class Reporter:
         if self._writer is not None:
             self._writer.flush()
 
-    def _commit(self, report: Report, path: Path) -> None:
-        """Register a checkpoint with Ray, which then deletes the oldest beyond the number to keep.
+    def _commit(self, report: Report, saved: SavedCheckpoint) -> None:
+        """Let Ray register a checkpoint as soon as it is durable, and delete the oldest beyond the number to keep.
 
         Metrics up to it are sent first: a run that goes on from it does not repeat them.
         One that was registered before and has been written anew (a damaged one, or the last of a run that had ended) keeps its
@@ -100,13 +115,21 @@ class Reporter:
         """
         if self._writer is not None:
             self._writer.flush()
+        path = saved.path
         if path.name in self._registered:
             return
+
+        def once_durable(written: ray.train.Checkpoint, _: str) -> ray.train.Checkpoint:
+            saved.wait()
+            return written
+
         ray.train.report(
             {"step": report.step, **report.metrics},
             checkpoint=ray.train.Checkpoint(str(path)),
             checkpoint_dir_name=path.name,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=once_durable,
+            delete_local_checkpoint_after_upload=False,
         )
         self._registered.add(path.name)
 

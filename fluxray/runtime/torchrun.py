@@ -7,7 +7,9 @@ goes on from the last committed checkpoint.
 import argparse
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,9 +30,11 @@ from fluxray.runtime.worker import WorkerContext, preflight, run_worker
 
 T = TypeVar("T")
 
+STOPPED = 130
+
 
 def main(words: Sequence[str]) -> int:
-    """Train as one of torchrun's processes; return the exit code: 0, or 2 for the user's fault, which rank 0 prints."""
+    """Train as one of torchrun's processes; return the exit code: 0, 2 for the user's fault, 130 if stopped."""
     parser = argparse.ArgumentParser(prog="python -m fluxray.runtime.worker", description="One worker of a run under torchrun.")
     parser.add_argument("--profile")
     parser.add_argument("--model")
@@ -49,9 +53,15 @@ def main(words: Sequence[str]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     if rank == 0:
-        print(f"finished at step {summary.step}: held-out loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}")
+        print(_ending(summary), flush=True)
         print(f"checkpoint {summary.checkpoint or 'none'}", flush=True)
-    return 0
+    return 0 if summary.step == config.train.num_steps else STOPPED
+
+
+def _ending(summary: RunSummary) -> str:
+    if summary.eval_loss is None:
+        return f"stopped at step {summary.step}; the same command with the run's name goes on"
+    return f"finished at step {summary.step}: held-out loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}"
 
 
 def _configured(profile: str | None, model: str | None, overrides: Sequence[str]) -> TrainConfig:
@@ -72,6 +82,7 @@ def _train(config: TrainConfig, label: str, rank: int) -> RunSummary:
     run, target = _from_rank_0(rank, lambda: _start(config, label))
     writer = tracking.MetricWriter(target, _say) if rank == 0 else None
     status: tracking.Status = "FAILED"
+    stop = _stop_on_signals()
     context = WorkerContext(
         rank=rank,
         num_ranks=dist.get_world_size(),
@@ -79,23 +90,29 @@ def _train(config: TrainConfig, label: str, rank: int) -> RunSummary:
         run_dir=run.run_dir,
         cache_dir=run.home.cache,
         report=_reporter(run, writer),
+        heartbeat=lambda _: stop.is_set(),
         checkpoints=committed(run.run_dir),
         notify=_say if rank == 0 else _say_nothing,
     )
     dist.barrier()  # every rank has listed the checkpoints before one is written or deleted
     try:
         summary = run_worker(run.config, context)
-        status = "FINISHED"
+        status = "FINISHED" if summary.step == config.train.num_steps else "KILLED"
         return summary
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
     finally:
         if writer is not None:
             writer.flush()
             problem = tracking.finish_run(target, status, run.run_dir)
             if problem:
                 _say(problem)
+
+
+def _stop_on_signals() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set; torchrun hands both to every process."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def _start(config: TrainConfig, label: str) -> tuple[Run, tracking.Target]:
@@ -133,6 +150,7 @@ def _reporter(run: Run, writer: tracking.MetricWriter | None) -> Callable[[Repor
         if "perf/tokens_per_s" in item.metrics:
             _say(progress.line())
         if item.checkpoint is not None:
+            item.checkpoint.wait()
             writer.flush()  # a run that goes on from this checkpoint does not repeat the steps before it
             _prune(run.run_dir, run.config.checkpoint.keep)
 

@@ -6,8 +6,8 @@
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from fluxray.data.loader import Loader
 from fluxray.data.text import TextData, prepare_text
 from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
-from fluxray.errors import CheckpointError, ConfigError, FluxrayError
+from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export import MODEL_DIR
 from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_config
@@ -27,10 +27,10 @@ from fluxray.models.verify import check_stack
 from fluxray.optim.build import build_adamw
 from fluxray.optim.schedule import build_schedule
 from fluxray.protocols import IGNORE_INDEX, Report, RunState, RunSummary, TextBatch
+from fluxray.ranks import ALONE, Ranks
+from fluxray.runtime.saver import Saver
 from fluxray.tasks.lm import LmTask
 from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class WorkerContext:
     """Where a worker stands and whom it tells.
 
     `run_dir` is the run's folder on shared storage, `cache_dir` holds tokenised data and trained tokenizers. Every rank calls
-    `report` with the same Reports. `checkpoints` are the committed ones to resume from, newest first. `notify` takes one line
-    for the user, on rank 0 only.
+    `report` with the same Reports, and `heartbeat` with the step after each step; that returns whether the run should stop, and
+    one rank's word is enough. `checkpoints` are the committed ones to resume from, newest first. `notify` takes one line for the
+    user, on rank 0 only.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class WorkerContext:
     run_dir: Path
     cache_dir: Path
     report: Callable[[Report], None]
+    heartbeat: Callable[[int], bool]
     checkpoints: Sequence[Path]
     notify: Callable[[str], None]
 
@@ -72,13 +74,13 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
     if context.rank == 0:
         _describe_run(parts, context.run_dir)
         context.notify(parts.data.summary())
+    saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), config.checkpoint.asynchronous)
     hooks = Hooks(
         batches=parts.loader.train_batches,
         eval_batches=lambda: parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows),
-        save=lambda at: checkpoint.save(
-            context.run_dir, at, parts.engine.state_items(), context.rank, context.num_ranks, parts.barrier
-        ),
+        save=lambda at: saver.save(at, parts.engine.state_items()),
         memory=lambda: memory_metrics(parts.device),
+        should_stop=lambda at: parts.ranks.any(context.heartbeat(at.step)),
         report=context.report,
     )
     cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps)
@@ -120,13 +122,14 @@ class Parts:
     throughput: Throughput
     flops_per_token: float
     device: torch.device
-    barrier: Callable[[], None]
+    ranks: Ranks
 
 
 def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     """Build data, task, model, engine and loader, in this order."""
     device = _prepare_torch(config, context.local_rank)
-    data = _agreed(lambda: load_data(config, context.cache_dir), context.num_ranks)
+    ranks = _host_ranks(config, context.num_ranks)
+    data = ranks.together(lambda: load_data(config, context.cache_dir))
     task = LmTask(data.pad_id, config.compile)
     stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
@@ -145,11 +148,16 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = config.hardware.tflops or measure_matrix_tflops(device, dtype)
     throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks)
-    return Parts(data, stack, engine, loader, throughput, flops_per_token, device, _barrier if mesh is not None else lambda: None)
+    return Parts(data, stack, engine, loader, throughput, flops_per_token, device, ranks)
 
 
-def _barrier() -> None:
-    dist.barrier()
+def _host_ranks(config: TrainConfig, num_ranks: int) -> Ranks:
+    """Return a new group of all ranks over the host's network, apart from every other group. Collective."""
+    if num_ranks == 1:
+        return ALONE
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.resources.collective_timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return Ranks.of_group(group)
 
 
 def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
@@ -163,23 +171,6 @@ def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _agreed(build: Callable[[], T], num_ranks: int) -> T:
-    """Return what `build` returns, or raise on every rank the first fault that any met, so that none waits for another."""
-    result, fault = None, None
-    try:
-        result = build()
-    except FluxrayError as error:
-        fault = error
-    faults: list[FluxrayError | None] = [fault]
-    if num_ranks > 1:
-        faults = [None] * num_ranks
-        dist.all_gather_object(faults, fault)
-    for found in faults:
-        if found is not None:
-            raise found
-    return result  # type: ignore[return-value]
 
 
 def _forward_flops(stack: CausalLMStack, length: int) -> int:

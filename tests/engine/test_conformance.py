@@ -225,4 +225,4 @@ def test_a_checkpoint_of_another_model_is_refused(build: EngineFactory, other: d
 def _save(engine: Engine, folder: Path) -> None:
     engine.flush()
     state = RunState(0, Schedule("constant", 1e-3, 0, 10, 0.0), step=2)
-    checkpoint.save(folder, state, engine.state_items(), 0, 1, lambda: None)
+    checkpoint.save(folder, state, engine.state_items())

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fluxray import checkpoint
 from fluxray.engine.parallelize import Techniques
 from fluxray.protocols import RunState, Schedule
+from fluxray.ranks import Ranks
 from tests.engine.helpers import (
     OPTIM,
     EngineCase,
@@ -125,7 +126,7 @@ def _run(directory: Path, case: EngineCase, mesh: DeviceMesh, num_micro_batches:
         norms.append(output.grad_norm.item())
         if step + 1 in (1, steps[1]):
             state = RunState(0, Schedule("constant", OPTIM.lr, 0, LAST_STEP, 0.0), step=step + 1)
-            checkpoint.save(directory, state, engine.state_items(), rank, num_ranks, lambda: dist.barrier(group))
+            checkpoint.save(directory, state, engine.state_items(), Ranks.of_group(group))
     items = [item for item in engine.state_items() if item.section != "step"]
     sizes: list[int] = [0] * num_ranks
     dist.all_gather_object(sizes, sum(item.tensor.numel() * 4 for item in items), group)

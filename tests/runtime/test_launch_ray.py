@@ -14,7 +14,7 @@ import pytest
 from fluxray import cli
 from fluxray.config.load import resolve
 from fluxray.errors import DataError, PlanError
-from fluxray.protocols import Report, RunSummary
+from fluxray.protocols import Report, RunSummary, SavedCheckpoint
 
 pytestmark = pytest.mark.ray
 
@@ -80,7 +80,7 @@ def loop(config, context, start, at_step=lambda step: None):
         at_step(step)
         if step % config.checkpoint.every_steps == 0:
             last = save(context, step)
-            context.report(Report(step, {}, last))
+            context.report(Report(step, {}, SavedCheckpoint(last, lambda: 0.0)))
             time.sleep(0.3)
     return RunSummary(config.train.num_steps, 0.5, 1.0, 2.71828, str(last))
 
@@ -177,6 +177,39 @@ def test_a_failed_evaluation_is_explained_and_leaves_the_run_as_it_is(cluster, s
     assert "Traceback" in (run_dir / "failure.txt").read_text()
     assert {path.relative_to(run_dir) for path in run_dir.rglob("*")} - before == {Path("failure.txt")}
     assert mlflow_runs(storage, "killed")[0] == ["FINISHED"]
+
+
+def until_asked_to_stop(config, context):
+    """Train without end, asking for the stop itself as a signal to the driver would."""
+    say(context, str(newest(context)))
+    for step in range(newest(context) + 1, 1000):
+        context.report(Report(step, {"train/loss": 1 / step}))
+        if step == 3 and newest(context) == 0:
+            os.kill(int((context.run_dir / "driver.pid").read_text()), signal.SIGTERM)
+        if context.heartbeat(step) or (newest(context) and step >= config.train.num_steps):
+            break
+        time.sleep(0.2)
+    last = save(context, step)
+    context.report(Report(step, {}, SavedCheckpoint(last, lambda: time.sleep(1) or 1.0)))
+    stopped = step < config.train.num_steps
+    return RunSummary(step, 0.5, None if stopped else 1.0, None if stopped else 2.7, str(last))
+
+
+def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(cluster, storage, capsys):
+    from fluxray.runtime.outcome import StoppedError
+
+    config = configure(storage, "stopped", **{"train.num_steps": 100})
+    (storage / "runs" / "stopped").mkdir(parents=True)
+    (storage / "runs" / "stopped" / "driver.pid").write_text(str(os.getpid()))
+    with pytest.raises(StoppedError, match=r"^run stopped was stopped at step \d+ and saved; the same command with name=stopped"):
+        launch(config, until_asked_to_stop)
+    assert "stopping: the step is finished and saved" in capsys.readouterr().out
+    (saved,) = checkpoints(storage, "stopped")
+    assert mlflow_runs(storage, "stopped")[0] == ["KILLED"]
+    done = launch(config, until_asked_to_stop)
+    assert done.summary.step == 100
+    assert said(storage, "stopped") == ["0", str(saved)]
+    assert mlflow_runs(storage, "stopped") == (["FINISHED"], [list(range(1, 101))])
 
 
 def one_rank_at_fault(config, context):

@@ -65,9 +65,8 @@ def small(*overrides: str) -> TrainConfig:
 
 
 def context(run_dir: Path, cache: Path, reports: list[Report], notices: list[str] | None = None) -> WorkerContext:
-    return WorkerContext(
-        0, 1, 0, run_dir, cache, reports.append, checkpoint.committed(run_dir), (notices if notices is not None else []).append
-    )
+    notify = (notices if notices is not None else []).append
+    return WorkerContext(0, 1, 0, run_dir, cache, reports.append, lambda _: False, checkpoint.committed(run_dir), notify)
 
 
 def run(config: TrainConfig, run_dir: Path, cache: Path) -> tuple[list[Report], RunSummary]:

@@ -1,0 +1,48 @@
+"""Why Ray gave a run up, in one line."""
+
+from pathlib import Path
+
+from ray.exceptions import ActorDiedError
+from ray.train import WorkerGroupError
+
+from fluxray.runtime.paths import write_text
+
+FAILURE_FILE = "failure.txt"
+
+
+def explain(error: BaseException, run_dir: Path, silent: str | None = None) -> str:
+    """Return one line on why Ray gave a run up, and write the whole story to the run's folder; `silent` names silent ranks."""
+    write_text(run_dir / FAILURE_FILE, f"{type(error).__name__}: {error}\n")
+    cause = f"Ray's controller failed: {_first_line(error)}"
+    if isinstance(error, WorkerGroupError) and error.worker_failures:
+        rank, failure = _origin(error.worker_failures)
+        cause = f"worker {rank} failed: {type(failure).__name__}: {_first_line(failure)}"
+    elif isinstance(error, ActorDiedError):
+        cause = "Ray's controller of the run died"
+    if silent is not None:
+        cause = f"{cause} ({silent})"
+    return f"run {run_dir.name}: {cause}; the whole story is in {run_dir / FAILURE_FILE}"
+
+
+def _origin(failures: dict[int, Exception]) -> tuple[int, BaseException]:
+    """Return rank and cause of the failure that began it: a lost worker or an own error, not a connection that a peer broke."""
+    causes = {rank: _unwrapped(failure) for rank, failure in sorted(failures.items())}
+    own = {
+        rank: cause
+        for rank, cause in causes.items()
+        if "peer" not in str(cause) and "DistBackendError" not in type(cause).__name__
+    }
+    rank = min(own or causes)
+    return rank, causes[rank]
+
+
+def _unwrapped(failure: BaseException) -> BaseException:
+    for name in ("_base_exc", "cause"):
+        inner = getattr(failure, name, None)
+        if isinstance(inner, BaseException):
+            return inner
+    return failure
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
