@@ -25,6 +25,10 @@ class CheckpointError(FluxrayError):
     """A checkpoint is missing, damaged, of another model or of another format version."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint cannot be read as it was written; an earlier one may."""
+
+
 class NonFiniteLossError(FluxrayError):
     """The loss or the gradient is no number; trying again from the last checkpoint would only end there again."""
 

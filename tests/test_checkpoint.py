@@ -3,13 +3,14 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from fluxray.checkpoint import CheckpointReader, committed, directory_name, open_newest, save
-from fluxray.errors import CheckpointError
+from fluxray.errors import CheckpointError, DamagedCheckpointError
 from fluxray.protocols import RunState, Schedule, StateItem
 from fluxray.ranks import Ranks
 
@@ -282,6 +283,73 @@ def test_shard_of_equal_size_but_other_content_is_refused_when_read(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"weights-00000-of-00001\.safetensors cannot be read") as failure:
         reader.read("weights", "w")
     assert "\n" not in str(failure.value)
+
+
+def flip(file: Path, position: int, mask: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= mask
+    file.write_bytes(content)
+
+
+def test_any_flipped_byte_is_found_unless_it_changes_nothing(tmp_path: Path) -> None:
+    random = Random(0)
+    folder = save_all(tmp_path, [4, 6])
+    files = sorted(folder.iterdir())
+    num_found = 0
+    for _ in range(400):
+        file = random.choice(files)
+        position, mask = random.randrange(file.stat().st_size), random.randrange(1, 256)
+        flip(file, position, mask)
+        try:
+            reader = CheckpointReader(folder)
+            reader.verify()
+        except DamagedCheckpointError:
+            num_found += 1
+        else:
+            assert reader.state == STATE and list(reader.names()) == ["embed.weight", "norm.bias"]
+            assert all(torch.equal(reader.read(section, name), tensor) for (section, name), tensor in TENSORS.items())
+        flip(file, position, mask)
+    CheckpointReader(folder).verify()
+    assert num_found > 350
+
+
+@pytest.mark.parametrize("bit", [1, 128])
+def test_a_flipped_bit_of_a_tensor_is_found_when_it_is_read_whole(tmp_path: Path, bit: int) -> None:
+    folder = save_one(tmp_path, 7, w=torch.ones(4, 2))
+    shard = folder / "weights-00000-of-00001.safetensors"
+    flip(shard, shard.stat().st_size - 1, bit)
+    reader = CheckpointReader(folder)
+    for read in (reader.verify, lambda: reader.read("weights", "w"), lambda: reader.read("weights", "w", 0, 4)):
+        with pytest.raises(DamagedCheckpointError, match=r"weights-00000-of-00001\.safetensors is damaged, w is not what was"):
+            read()
+    assert reader.read("weights", "w", 0, 2).tolist() == [[1.0, 1.0]] * 2
+
+
+def test_what_is_found_damaged_while_it_is_loaded_gives_way_too(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shard = save_one(tmp_path, step) / "weights-00000-of-00001.safetensors"
+    flip(shard, shard.stat().st_size - 1, 1)
+
+    def load(directory: Path) -> CheckpointReader:
+        reader = CheckpointReader(directory)
+        reader.read("weights", "w")
+        return reader
+
+    said: list[str] = []
+    reader = open_newest(committed(tmp_path), said.append, load)
+    assert reader is not None and reader.state.step == 1
+    assert len(said) == 1 and said[0].endswith("w is not what was written; using step_00000001 instead")
+
+
+def test_a_checkpoint_of_another_model_does_not_give_way(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_one(tmp_path, step)
+
+    def load(directory: Path) -> CheckpointReader:
+        raise CheckpointError(f"{directory}: it is of another model")
+
+    with pytest.raises(CheckpointError, match="step_00000002: it is of another model"):
+        open_newest(committed(tmp_path), [].append, load)
 
 
 def test_lost_rank_of_a_complete_looking_checkpoint_is_missed(tmp_path: Path) -> None:

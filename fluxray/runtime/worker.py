@@ -94,10 +94,9 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
 def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     """Evaluate the newest usable checkpoint on the held-out split. Collective over all ranks."""
     parts = build_parts(config, context)
-    reader = checkpoint.open_newest(context.checkpoints, context.notify)
+    reader = _load_newest(parts, context)
     if reader is None:
         raise CheckpointError(f"run: {context.run_dir.name} has no checkpoint yet; train it first")
-    parts.engine.load_items(reader)
     loss = evaluate(parts.engine, parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows))
     return RunSummary(reader.state.step, None, loss, perplexity(loss), str(reader.directory))
 
@@ -185,15 +184,27 @@ def _resume(parts: Parts, context: WorkerContext, initial: RunState) -> RunState
 
     The saved schedule goes on; only its length may have been changed since.
     """
-    reader = checkpoint.open_newest(context.checkpoints, context.notify)
+    reader = _load_newest(parts, context)
     if reader is None:
         return initial
-    parts.engine.load_items(reader)
     state = replace(reader.state, schedule=replace(reader.state.schedule, total_steps=initial.schedule.total_steps))
     if state.step > state.schedule.total_steps:
         raise ConfigError(f"train.num_steps: {state.schedule.total_steps}, but {reader.directory.name} is further; raise it")
     context.notify(f"resumed at step {state.step} from {reader.directory.name}")
     return state
+
+
+def _load_newest(parts: Parts, context: WorkerContext) -> checkpoint.CheckpointReader | None:
+    """Load the newest checkpoint that no rank finds damaged into the engine; None if there is none at all."""
+
+    def load(directory: Path) -> checkpoint.CheckpointReader:
+        reader = checkpoint.CheckpointReader(directory)
+        parts.engine.load_items(reader)
+        return reader
+
+    return checkpoint.open_newest(
+        context.checkpoints, context.notify, lambda directory: parts.ranks.together(lambda: load(directory))
+    )
 
 
 def _describe_run(parts: Parts, run_dir: Path) -> None:
