@@ -134,6 +134,6 @@ def _read_registry(run_dir: Path) -> Mapping[str, Any]:
         names = [entry["checkpoint_dir_name"] for entry in registry["checkpoint_results"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{path}: the list of committed checkpoints is damaged; start again with another name") from None
-    if any(Path(name).name != name for name in names):
+    if any(Path(name).name != name or name in ("", "..") for name in names):
         raise CheckpointError(f"{path}: names a checkpoint outside of its run; start again with another name")
     return registry

@@ -48,6 +48,8 @@ def prepare(config: TrainConfig, label: str) -> Run:
     name = config.name or new_run_name(label, where.runs)
     config = absolute_paths(config).model_copy(update={"name": name, "storage": str(where.root)})
     run_dir = where.runs / name
+    if run_dir.is_symlink():
+        raise ConfigError(f"name: {name!r} is a link in {where.runs}, and runs stay there; remove it or set another name")
     resumed = None
     if (run_dir / CONFIG_FILE).exists():
         resumed = changed_keys(from_yaml(run_dir / CONFIG_FILE), config)

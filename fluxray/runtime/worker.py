@@ -169,6 +169,8 @@ def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
         raise ConfigError(f"resources.gpu: {config.resources.gpu:g}, but torch finds no GPU here; choose --profile cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    if config.resources.gpu < 1:  # the CUDA context, some 0.5 GB a process, is not counted
+        torch.cuda.set_per_process_memory_fraction(config.resources.gpu, device)
     return device
 
 

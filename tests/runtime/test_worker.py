@@ -18,6 +18,7 @@ from fluxray.config.load import resolve
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError, ConfigError, DataError
 from fluxray.protocols import Report, RunState, RunSummary, Schedule
+from fluxray.runtime import worker
 from fluxray.runtime.worker import WorkerContext, preflight, run_evaluation, run_worker
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -262,3 +263,15 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         losses = golden_losses(Path(scratch) / "run", Path(scratch) / "cache")
     (GOLDEN / "lm-tiny.json").write_text(json.dumps([round(loss, 6) for loss in losses]) + "\n")
+
+
+@pytest.mark.parametrize(("gpu", "limited"), [(0.25, [(0.25, 1)]), (1, [])])
+def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch: pytest.MonkeyPatch, gpu: float, limited: list) -> None:
+    calls: list[tuple[float, int | None]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: calls.append((share, device.index)))
+    config = small(f"resources.gpu={gpu}")
+    assert worker._prepare_torch(config, local_rank=3) == torch.device("cuda", 1)
+    assert calls == limited
