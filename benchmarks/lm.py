@@ -53,7 +53,8 @@ def measure(row: str, num_steps: int) -> dict[str, Any]:
             "optim.warmup_steps=10", "hardware.tflops=1", *overrides,
         ])  # fmt: skip
         matrix_tflops = common.card_matrix_tflops()
-        parts = build_parts(config, WorkerContext(0, 1, 0, folder, folder / "cache", print, (), print))
+        context = WorkerContext(0, 1, 0, folder, folder / "cache", print, lambda _: False, (), print)
+        parts = build_parts(config, context)
         state = RunState(config.seed, build_schedule(config.optim, WARM_UP + num_steps))
         losses: list[torch.Tensor] = []
         source_of_batches = parts.loader.train_batches(state)

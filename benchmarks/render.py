@@ -20,6 +20,11 @@ COLUMNS = {
     "share_of_matrix_rate": "share",
     "device_gb": "device GB",
     "first_step_s": "first step, s",
+    "ratio": "ratio",
+    "blocked_s": "training stood still, s",
+    "durable_s": "until durable, s",
+    "checkpoint_gb": "checkpoint, GB",
+    "gb_per_s": "GB/s",
 }
 """Keys of a row that are shown, in this order, with their headings; a column without values is left out."""
 
@@ -47,7 +52,19 @@ def lm_conclusion(rows: list[Row]) -> str:
     )
 
 
+def service_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of service.json show."""
+    by_note = {row["note"]: row for row in rows}
+    later, now = by_note["asynchronous save"], by_note["synchronous save"]
+    return (
+        f"The loop that users run, with Ray, MLflow, progress and metrics of every step, keeps "
+        f"{by_note['Trainer, Ray and MLflow']['ratio']:.1%} of the speed of the engine alone. An asynchronous save stops "
+        f"training for {later['blocked_s']:.1f} s instead of {now['blocked_s']:.1f} s."
+    )
+
+
 CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "service": ("What Ray, MLflow and saving cost: flux2-seed on one GPU", service_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
 }
 

@@ -1,12 +1,14 @@
 """From a checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` loads."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.utils import logging
 
 from fluxray.checkpoint import committed, open_newest
 from fluxray.engine.state import check_same_model
@@ -43,9 +45,22 @@ def export_run(
     weights = {name: reader.read("weights", name).to(DTYPES[dtype]) for name in reader.names()}
     model.config.use_cache = True
     out_dir.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out_dir, state_dict=weights)
+    with _without_progress_bar():
+        model.save_pretrained(out_dir, state_dict=weights)
     shutil.copytree(run_dir / TOKENIZER_DIR, out_dir, dirs_exist_ok=True)
     return out_dir
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Keep transformers' own bar off the screen; its setting is global."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _exported_config(run_dir: Path) -> PretrainedConfig:

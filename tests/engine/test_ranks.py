@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 
 from fluxray import checkpoint
+from fluxray.config.schema import ModelConfig
 from fluxray.engine.parallelize import Techniques
+from fluxray.errors import ConfigError
+from fluxray.models.causal_lm import library_config
 from fluxray.protocols import RunState, Schedule
 from fluxray.ranks import Ranks
 from tests.engine.helpers import (
@@ -29,6 +34,7 @@ from tests.engine.helpers import (
 )
 
 WORLD = 8
+PUBLISHED = "published weights"
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 rank, 4 micro-batches": (1, 4, {}),
     "2 ranks, 1 micro-batch": (2, 1, {}),
@@ -97,6 +103,39 @@ def _trace(directory: Path) -> Trace:
     return trace
 
 
+def test_published_weights_reach_every_rank(folder: Path) -> None:
+    reader = checkpoint.CheckpointReader(folder / PUBLISHED / "run" / checkpoint.directory_name(0))
+    published = AutoModelForCausalLM.from_pretrained(folder / PUBLISHED / "model", dtype=torch.float32).state_dict()
+    assert set(reader.names()) <= set(published)
+    assert all(torch.equal(reader.read("weights", name), published[name]) for name in reader.names())
+
+
+def test_a_fault_of_rank_0_in_reading_weights_is_raised_on_every_rank(folder: Path) -> None:
+    faults = json.loads((folder / PUBLISHED / "faults.json").read_text())
+    assert faults == [faults[0]] * WORLD
+    assert faults[0].startswith("model.weights:") and "broken" in faults[0]
+
+
+def _load_published(folder: Path, mesh: DeviceMesh, rank: int) -> None:
+    """Save a model on rank 0, build engines from its weights on all ranks, once more after damaging the file."""
+    if rank == 0:
+        model = AutoModelForCausalLM.from_config(library_config(NEOX.model))
+        model.save_pretrained(folder / "model")
+        shutil.copytree(folder / "model", folder / "broken")
+        (file,) = (folder / "broken").glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:500])
+    dist.barrier(mesh.get_group())
+    engine = sharded_engine(replace(NEOX, model=ModelConfig(weights=f"path:{folder / 'model'}")), mesh)
+    state = RunState(0, Schedule("constant", OPTIM.lr, 0, LAST_STEP, 0.0))
+    checkpoint.save(folder / "run", state, engine.state_items(), Ranks.of_group(mesh.get_group()))
+    with pytest.raises(ConfigError) as raised:
+        sharded_engine(replace(NEOX, model=ModelConfig(weights=f"path:{folder / 'broken'}")), mesh)
+    faults: list[str] = [""] * mesh.size()
+    dist.all_gather_object(faults, str(raised.value), mesh.get_group())
+    if rank == 0:
+        (folder / "faults.json").write_text(json.dumps(faults))
+
+
 def _rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -110,6 +149,7 @@ def _rank_main(rank: int, folder: str) -> None:
             if rank < num_ranks:
                 _run(Path(folder, name), NEOX, meshes[num_ranks], 1, steps)
             dist.barrier()
+    _load_published(Path(folder, PUBLISHED), meshes[WORLD], rank)
     dist.destroy_process_group()
 
 

@@ -188,7 +188,7 @@ def until_asked_to_stop(config, context):
             os.kill(int((context.run_dir / "driver.pid").read_text()), signal.SIGTERM)
         if context.heartbeat(step) or (newest(context) and step >= config.train.num_steps):
             break
-        time.sleep(0.2)
+        time.sleep(0.1)
     last = save(context, step)
     context.report(Report(step, {}, SavedCheckpoint(last, lambda: time.sleep(1) or 1.0)))
     stopped = step < config.train.num_steps
@@ -198,7 +198,7 @@ def until_asked_to_stop(config, context):
 def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(cluster, storage, capsys):
     from fluxray.runtime.outcome import StoppedError
 
-    config = configure(storage, "stopped", **{"train.num_steps": 100})
+    config = configure(storage, "stopped", **{"train.num_steps": 30})
     (storage / "runs" / "stopped").mkdir(parents=True)
     (storage / "runs" / "stopped" / "driver.pid").write_text(str(os.getpid()))
     with pytest.raises(StoppedError, match=r"^run stopped was stopped at step \d+ and saved; the same command with name=stopped"):
@@ -207,9 +207,9 @@ def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(cluster, storag
     (saved,) = checkpoints(storage, "stopped")
     assert mlflow_runs(storage, "stopped")[0] == ["KILLED"]
     done = launch(config, until_asked_to_stop)
-    assert done.summary.step == 100
+    assert done.summary.step == 30
     assert said(storage, "stopped") == ["0", str(saved)]
-    assert mlflow_runs(storage, "stopped") == (["FINISHED"], [list(range(1, 101))])
+    assert mlflow_runs(storage, "stopped") == (["FINISHED"], [list(range(1, 31))])
 
 
 def one_rank_at_fault(config, context):
