@@ -124,6 +124,9 @@ class ResourcesConfig(Section):
     gpu: float = Field(default=0.0, ge=0, description="GPUs a worker")
     accelerator: str | None = Field(default=None, description="Ray's name of the GPU, such as RTX-A6000 or A100")
     label_selector: dict[str, str] = Field(default={}, description="labels that a worker's node must carry")
+    wait_s: int = Field(
+        default=0, ge=0, description="seconds to wait for nodes that an autoscaler starts; 0 refuses what is not there at once"
+    )
     collective_timeout_s: float = Field(default=600, gt=0, description="seconds after which ranks stop waiting for a lost one")
     max_failures: int = Field(default=3, ge=0, description="restarts from the last checkpoint after a lost worker")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray.autoscaler.sdk import request_resources
 
 import fluxray
 from fluxray.config.schema import ResourcesConfig, TrainConfig
@@ -19,6 +20,7 @@ from fluxray.errors import PlanError
 FREE_TIMEOUT_S = 10.0
 """How long resources that an ended run still holds may take to come back."""
 
+POLL_S = 2.0
 GRAIN = 1e-4
 """Ray counts resources in steps of this size."""
 
@@ -58,14 +60,44 @@ def session(verbose: bool) -> Iterator[int | None]:
 
 
 def check_resources(asked: ResourcesConfig) -> None:
-    """Raise PlanError at once for what the connected cluster cannot hold, and soon for what others are using."""
-    nodes = [Node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
+    """Raise PlanError for what the cluster cannot hold, at once or after `wait_s`, and soon for what others are using."""
+    _await_nodes(asked)
+    nodes = _alive()
     check_fits(asked, nodes)
     deadline = time.monotonic() + FREE_TIMEOUT_S
     while (taken := _taken(asked, ray.available_resources())) and time.monotonic() < deadline:
         time.sleep(0.5)
     if taken:
         raise PlanError(f"{taken} on a cluster of {_inventory(nodes)}; wait for other runs to end, or ask for less")
+
+
+def _alive() -> list[Node]:
+    return [Node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
+
+
+def _await_nodes(asked: ResourcesConfig) -> None:
+    """Ask the cluster's autoscaler for nodes, and return when the workers fit or `wait_s` are over."""
+    if asked.wait_s == 0 or _fits(asked):
+        return
+    print(f"waiting up to {asked.wait_s} s for nodes that hold {asked.num_workers} workers", flush=True)
+    kind = {ACCELERATOR_PREFIX + asked.accelerator: 0.001} if asked.accelerator is not None else {}
+    bundle = {"CPU": asked.cpu, **({"GPU": asked.gpu} if asked.gpu > 0 else {}), **kind}
+    selectors = [dict(asked.label_selector)] * asked.num_workers if asked.label_selector else None
+    request_resources(bundles=[bundle] * asked.num_workers, bundle_label_selectors=selectors)
+    try:
+        deadline = time.monotonic() + asked.wait_s
+        while not _fits(asked) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    finally:
+        request_resources(bundles=[])  # what is asked for otherwise stays up for ever
+
+
+def _fits(asked: ResourcesConfig) -> bool:
+    try:
+        check_fits(asked, _alive())
+    except PlanError:
+        return False
+    return True
 
 
 def check_fits(asked: ResourcesConfig, nodes: Sequence[Node]) -> None:

@@ -3,6 +3,7 @@ import pytest
 from fluxray.config.load import resolve
 from fluxray.config.schema import ResourcesConfig
 from fluxray.errors import PlanError
+from fluxray.runtime import cluster
 from fluxray.runtime.cluster import Node, check_fits, worker_environment
 
 LAPTOP = Node({"CPU": 2, "memory": 1e9}, {"ray.io/node-id": "x"})
@@ -81,3 +82,27 @@ def test_cuda_settings_follow_the_configuration():
     assert env["NCCL_NVLS_ENABLE"] == "0"
     asynchronous = worker_environment(resolve("cpu", "lm-tiny", {**overrides, "allocator": "async"}), None)
     assert asynchronous["PYTORCH_ALLOC_CONF"] == "backend:cudaMallocAsync"
+
+
+@pytest.mark.parametrize(("arrives_after", "outcome"), [(0, "at once"), (3, "waited"), (99, "refused")])
+def test_nodes_that_an_autoscaler_may_start_are_asked_for_and_awaited(monkeypatch, capsys, arrives_after, outcome):
+    asked = ResourcesConfig(num_workers=8, cpu=4, gpu=1, wait_s=5, label_selector={"pool": "group"})
+    looks, requests, clock = [], [], iter(range(100))
+    head = {"Alive": True, "Resources": {"CPU": 4}, "Labels": {}}
+    group = {"Alive": True, "Resources": {"CPU": 96, "GPU": 8}, "Labels": {"pool": "group"}}
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: looks.append(1) or [head] + [group] * (len(looks) > arrives_after))
+    monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"CPU": 100, "GPU": 8})
+    monkeypatch.setattr(cluster, "request_resources", lambda **what: requests.append(what))
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: next(clock))
+    if outcome == "refused":
+        with pytest.raises(PlanError, match="label_selector"):
+            cluster.check_resources(asked)
+    else:
+        cluster.check_resources(asked)
+    if outcome == "at once":
+        assert requests == []
+        return
+    selectors = [{"pool": "group"}] * 8
+    assert requests == [{"bundles": [{"CPU": 4, "GPU": 1}] * 8, "bundle_label_selectors": selectors}, {"bundles": []}]
+    assert "waiting up to 5 s" in capsys.readouterr().out
