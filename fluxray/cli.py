@@ -105,6 +105,23 @@ def export(
 
 
 @app.command()
+def sync(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name or folder; all runs without.")] = None,
+    storage: Storage = None,
+) -> None:
+    """Send MLflow what it has not got yet of a run, or of all runs."""
+    from fluxray.runtime.paths import find_run, home, list_runs
+
+    where = home(storage)
+    run_dirs = [find_run(run, where)] if run is not None else list_runs(where)
+    from fluxray.runtime.tracking import sync as send
+
+    if num_left := send(run_dirs, print):
+        raise FailedError(f"MLflow lacks something of {num_left} run{'s' if num_left > 1 else ''}; once it answers, sync again")
+    print("MLflow has everything")
+
+
+@app.command()
 def ui(
     port: Annotated[int, typer.Option(help="Port on this machine.", min=1, max=65535)] = 5000,
     storage: Storage = None,

@@ -142,6 +142,7 @@ class TrackingConfig(Section):
 
     uri: str | None = Field(default=None, description="MLflow tracking server or database; default: sqlite in the storage folder")
     experiment: str = "fluxray"
+    system_metrics_s: int = Field(default=10, ge=0, description="seconds between readings of CPU, GPU and memory load; 0: none")
 
 
 class TrainConfig(Section):

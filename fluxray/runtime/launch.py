@@ -76,7 +76,7 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
                 print(f"checkpoint {name} is gone from {run.run_dir}: not used", flush=True)
             assignment = Assignment(pack(steps.run), run.config, run.run_dir, run.home.cache, start_board(), target)
             summary = fit(assignment, run.run_dir, local_cores)
-    return FinishedRun(run.name, run.run_dir, target.uri, summary)
+    return FinishedRun(run.name, run.run_dir, target.shown, summary)
 
 
 def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluation) -> RunSummary:

@@ -61,12 +61,17 @@ def new_run_name(label: str, runs: Path) -> str:
             return name
 
 
+def list_runs(where: Home) -> list[Path]:
+    """Return the folders of all runs, by name."""
+    return sorted(path.parent for path in where.runs.glob(f"*/{CONFIG_FILE}"))
+
+
 def find_run(name_or_path: str, where: Home) -> Path:
     """Return the folder of a run, given its name or its path; raises ConfigError with close matches."""
     for candidate in (where.runs / name_or_path, Path(name_or_path).expanduser().absolute()):
         if (candidate / CONFIG_FILE).is_file():
             return candidate
-    names = sorted(path.parent.name for path in where.runs.glob(f"*/{CONFIG_FILE}"))
+    names = [run.name for run in list_runs(where)]
     close = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.4)
     if close:
         hint = f"did you mean {' or '.join(close)}?"

@@ -102,9 +102,9 @@ class Reporter:
             self._board.notify.remote(text)
 
     def close(self) -> None:
-        """Send what MLflow has not got yet."""
+        """Leave what MLflow has not got yet to the driver."""
         if self._writer is not None:
-            self._writer.flush()
+            self._writer.close()
 
     def _commit(self, report: Report, saved: SavedCheckpoint) -> None:
         """Let Ray register a checkpoint as soon as it is durable, and delete the oldest beyond the number to keep.

@@ -101,7 +101,7 @@ def _train(config: TrainConfig, label: str, rank: int) -> RunSummary:
         return summary
     finally:
         if writer is not None:
-            writer.flush()
+            writer.close()
             problem = tracking.finish_run(target, status, run.run_dir)
             if problem:
                 _say(problem)

@@ -1,51 +1,44 @@
-"""MLflow: the driver makes and ends the run, rank 0 logs metrics into it. Explicit URIs, no global state."""
+"""MLflow: the driver begins and ends a run's record, rank 0 adds its metrics. Nothing here waits long for it or fails with it.
 
-import fcntl
-import json
-import logging
-import math
-import os
-import subprocess
+Everything goes to the run's spool first. Rank 0 sends from a thread of its own, the driver at the start and the end, and
+`sync` whatever is left.
+"""
+
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import fluxray
-from fluxray.config.load import flatten
+from fluxray.config.load import from_yaml
 from fluxray.config.schema import TrainConfig
-from fluxray.errors import ConfigError
-from fluxray.runtime.paths import CONFIG_FILE, Home
+from fluxray.errors import ConfigError, FluxrayError
+from fluxray.runtime import spool
+from fluxray.runtime.delivery import deliver, describe_left
+from fluxray.runtime.identity import FOLDER, masked, param, read_identity, write_identity
+from fluxray.runtime.paths import CONFIG_FILE, Home, home
+from fluxray.runtime.sender import BusyError, Sender, Target, check_answer, short
+from fluxray.runtime.system import SystemMetrics
+
+__all__ = ["MetricWriter", "Status", "Target", "finish_run", "start_run", "sync", "tracking_uri"]
 
 MAX_PENDING = 100_000
-"""Points kept while the server does not answer; the oldest go first."""
+"""Reports kept in memory while the run's folder cannot be written; the oldest go first."""
 
 SEND_EVERY_S = 1.0
-"""Reports of many steps come at once and are sent together."""
+RETRY_AFTER_S = 10.0
+"""Pause of rank 0's thread after a failed call."""
 
-RETRY_AFTER_S = 30.0
-"""Pause after a failed call, so that a hung server does not slow every report."""
+MAX_START_S, MAX_END_S = 10.0, 60.0
+"""How long the driver goes on sending where records do get through."""
 
-CHUNK = {"metrics": 1000, "params": 100}
-"""MLflow's own limits for one call of log_batch."""
+CLOSE_S = 2.0
+"""How long rank 0 waits at its end for the call that is under way."""
 
-MAX_PARAM_LENGTH = 6000
-VERSIONED = ("torch", "transformers", "ray", "mlflow")
-RUN_TAG, DIR_TAG = "fluxray.run", "fluxray.run_dir"
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """The MLflow run that metrics go to."""
-
-    uri: str
-    run_id: str
+Notify = Callable[[str], None]
 
 
 def tracking_uri(config: TrainConfig, where: Home) -> str:
@@ -58,206 +51,199 @@ def tracking_uri(config: TrainConfig, where: Home) -> str:
     return uri
 
 
+def target_of(config: TrainConfig, where: Home, run_dir: Path) -> Target:
+    """Return where the run in `run_dir` is recorded."""
+    uri = tracking_uri(config, where)
+    embedded = where.root if uri.startswith("sqlite:") else None
+    return Target(uri, config.tracking.experiment, run_dir, embedded, config.tracking.system_metrics_s)
+
+
 def start_run(config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[str, Any] | None) -> Target:
-    """Make the MLflow run of `config.name`, or go on with that of an earlier start; log parameters, tags and config.yaml.
+    """Begin the record of `config.name`, or go on with that of an earlier start: parameters, tags, config.yaml.
 
     `resumed` is None for a new run, else the keys whose values differ from the earlier start's. Creates the embedded database.
-    Raises ConfigError if MLflow cannot be reached.
+    A server that does not answer is told to the user and gets everything later; ConfigError for what waiting does not mend.
     """
-    uri = tracking_uri(config, where)
-    where.root.mkdir(parents=True, exist_ok=True)
-    with _locked(where.root / ".mlflow.lock"), _reachable(uri):
-        client = _client(uri)
-        experiment = _experiment(client, config.tracking.experiment, where if uri.startswith("sqlite:") else None)
-        found = _find(client, experiment, str(config.name), run_dir) if resumed is not None else None
-        if found is None:
-            tags = {RUN_TAG: str(config.name), DIR_TAG: str(run_dir), **_origin_tags()}
-            found = client.create_run(experiment, run_name=config.name, tags=tags).info.run_id
-            _log_params(client, found, config)
-        else:
-            client.update_run(found, status="RUNNING")
-            for key, value in (resumed or {}).items():
-                client.set_tag(found, f"resumed.{key}", _param(value))
-        client.log_artifact(found, str(run_dir / CONFIG_FILE))
-    return Target(uri, found)
+    target = target_of(config, where, run_dir)
+    changes: list[spool.Record] = []
+    if resumed is None:
+        _discard(target.folder)
+    if read_identity(run_dir) is None:
+        write_identity(config, run_dir)
+    if resumed is not None:
+        changes = [{"status": "RUNNING"}, {"tags": {f"resumed.{key}": param(value) for key, value in resumed.items()}}]
+    _write(target, [*changes, {"artifact": CONFIG_FILE}])
+    problem = deliver(target, MAX_START_S, _say)
+    if problem is None or isinstance(problem, BusyError):
+        return target
+    check_answer(problem, target)
+    _say(
+        f"MLflow at {target.shown} does not answer ({short(problem)}): run {run_dir.name} starts without it; "
+        f"its record is kept in {target.folder} and sent as soon as MLflow answers"
+    )
+    return replace(target, is_down=True)
 
 
 def finish_run(target: Target, status: Status, run_dir: Path) -> str | None:
-    """End the run truthfully and add its tokenizer. Returns None, or one line that says why MLflow could not be told."""
+    """End the record truthfully and add the run's tokenizer. Returns None, or one line on what MLflow has not got yet."""
     try:
-        client = _client(target.uri)
-        client.set_terminated(target.run_id, status)
-        if (run_dir / "tokenizer").is_dir():
-            client.log_artifacts(target.run_id, str(run_dir / "tokenizer"), "tokenizer")
+        tokenizer = [{"artifact": "tokenizer"}] if (run_dir / "tokenizer").is_dir() else []
+        _write(target, [{"status": status, "time": _now()}, *tokenizer])
+        problem = deliver(target, MAX_END_S, _say)
+        left = describe_left(target.folder)
     except Exception as error:  # noqa: BLE001 - the run has ended; how it ended must not depend on MLflow
-        return f"MLflow at {target.uri} was not told that the run is {status} ({_short(error)})"
-    return None
+        return f"MLflow at {target.shown} was not told that run {run_dir.name} is {status} ({short(error)})"
+    if not left:
+        return None
+    reason = short(problem) if problem is not None else f"not done in {MAX_END_S:g} s"
+    lacks = f"MLflow at {target.shown} has not got {left} of run {run_dir.name} yet"
+    return f"{lacks} ({reason}); `fluxray sync {run_dir}` sends them"
+
+
+def sync(run_dirs: Iterable[Path], say: Notify) -> int:
+    """Send what MLflow has not got of these runs, saying for each what was sent; return for how many something is left."""
+    num_left = 0
+    for run_dir in run_dirs:
+        before = describe_left(run_dir / FOLDER)
+        if not before:
+            continue
+        try:
+            config = from_yaml(run_dir / CONFIG_FILE)
+            target = target_of(config, home(config.storage), run_dir)
+            _send_all(target, say)
+        except Exception as error:  # noqa: BLE001 - whatever stands in the way of one run, others have their turn
+            num_left += 1
+            reason = masked(str(error)) if isinstance(error, FluxrayError) else short(error)
+            say(f"run {run_dir.name}: {describe_left(run_dir / 'tracking')} left to send: {reason}")
+        else:
+            say(f"run {run_dir.name}: {before} sent to MLflow at {target.shown}")
+    return num_left
 
 
 class MetricWriter:
-    """Logs metrics by step from rank 0. Never raises and never logs a step of a key twice, whatever was replayed after a resume.
+    """Logs metrics by step from rank 0. Never raises, and never waits for MLflow: one thread sends what the spool holds.
 
-    While the server fails, points are kept (at most MAX_PENDING) and sent with a later call; `notify` is told once per outage.
-    NaN is logged as NaN. MLflow has no infinity: it becomes NaN, and `KEY.infinite` says 1 or -1 at that step.
+    MLflow gets a step of a key once, whatever is replayed after a resume. NaN is logged as NaN. MLflow has no infinity: it
+    becomes NaN, and `KEY.infinite` says 1 or -1 at that step. The same thread reads the machine's load every `system_metrics_s`
+    seconds; the step of `system/...` is the number of seconds since the run first started. `notify` is told once per outage.
     """
 
-    def __init__(self, target: Target, notify: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, target: Target, notify: Notify) -> None:
+        identity = read_identity(target.run_dir)
         self._target = target
         self._notify = notify
-        self._clock = clock
-        self._client: Any = None
-        self._pending: deque[tuple[str, float, int, int]] = deque(maxlen=MAX_PENDING)
-        self._last_step: dict[str, int] = {}
-        self._send_at = 0.0
-        self._failing = False
+        self._started = identity.started if identity else _now()
+        self._appender = spool.Appender(target.folder)
+        self._pending: deque[spool.Record] = deque(maxlen=MAX_PENDING)
+        self._writing = threading.Lock()
+        self._told_disk = False
+        self._is_down = target.is_down
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fluxray-tracking", daemon=True)
+        self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all `metrics` at `step`: now, or with the next call or `flush` if the last was a moment ago."""
-        for key, value in metrics.items():
-            for name, number in _without_infinity(key, value):
-                self._pending.append((name, number, int(self._clock() * 1000), step))
-        if self._clock() >= self._send_at:
-            self.flush()
+        """Write all `metrics` at `step` to the spool."""
+        self._append({"step": step, "time": _now(), "metrics": {key: float(value) for key, value in metrics.items()}})
 
     def flush(self) -> None:
-        """Send what is pending; on failure keep it."""
+        """Make what was logged durable: a run that goes on from a checkpoint does not repeat the steps before it."""
+        self._write(durably=True)
+
+    def close(self) -> None:
+        """End the thread, at the latest after CLOSE_S, and leave the rest to whoever ends the run."""
+        self._stop.set()
+        self._write(durably=True)
+        self._thread.join(CLOSE_S)
+
+    def _append(self, record: spool.Record) -> None:
+        self._pending.append(record)
+        self._write()
+
+    def _write(self, durably: bool = False) -> None:
+        """Write what is pending; a folder that cannot be written is said once."""
         try:
-            self._send()
-        except Exception as error:  # noqa: BLE001 - whatever MLflow raises, training goes on
-            self._send_at = self._clock() + RETRY_AFTER_S
-            if not self._failing:
-                self._notify(f"MLflow at {self._target.uri} does not answer ({_short(error)}): training goes on, points are kept")
-            self._failing = True
+            with self._writing:
+                while self._pending:
+                    self._appender.append(self._pending[0])
+                    self._pending.popleft()
+                if durably:
+                    self._appender.sync()
+        except OSError as error:
+            if not self._told_disk:
+                self._notify(f"{self._target.folder} cannot be written ({short(error)}): metrics are kept in memory meanwhile")
+            self._told_disk = True
+        else:
+            self._told_disk = False
+
+    def _run(self) -> None:
+        every = self._target.system_metrics_s
+        sender = Sender(self._target, self._notify)
+        system = SystemMetrics() if every else None
+        send_at = sample_at = time.monotonic()
+        while not self._stop.is_set():
+            if system and time.monotonic() >= sample_at:
+                sample_at = time.monotonic() + every
+                self._sample(system)
+            if time.monotonic() >= send_at:
+                send_at = time.monotonic() + self._send(sender)
+            wake_at = min(send_at, sample_at) if system else send_at
+            self._stop.wait(max(0.0, wake_at - time.monotonic()))
+        sender.close()
+
+    def _sample(self, system: SystemMetrics) -> None:
+        try:
+            metrics = system.read()
+        except Exception:  # noqa: BLE001 - a card or driver that does not answer now
             return
-        self._send_at = self._clock() + SEND_EVERY_S
-        if self._failing:
-            self._notify("MLflow answers again; the points kept meanwhile are logged")
-        self._failing = False
+        now = _now()
+        self._append({"step": (now - self._started) // 1000, "time": now, "metrics": metrics})
 
-    def _send(self) -> None:
-        from mlflow.entities import Metric
-
-        if self._client is None:
-            self._client = _client(self._target.uri)
-        while self._pending:
-            batch = list(islice(self._pending, CHUNK["metrics"]))
-            newest: dict[str, int] = {}
-            fresh = []
-            for name, value, stamp, step in batch:
-                if step > newest.get(name, self._last_logged(name)):
-                    newest[name] = step
-                    fresh.append(Metric(name, value, stamp, step))
-            if fresh:
-                self._client.log_batch(self._target.run_id, metrics=fresh)
-            self._last_step.update(newest)
-            for _ in batch:
-                self._pending.popleft()
-
-    def _last_logged(self, key: str) -> int:
-        if key not in self._last_step:
-            history = self._client.get_metric_history(self._target.run_id, key)
-            self._last_step[key] = max((metric.step for metric in history), default=-1)
-        return self._last_step[key]
-
-
-def _client(uri: str) -> Any:
-    """Return a client of `uri` alone: variables that point MLflow elsewhere are dropped, a dead server is given up on soon."""
-    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
-        os.environ.pop(name, None)
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-    for name in ("alembic", "mlflow"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    from mlflow import MlflowClient
-
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-@contextmanager
-def _reachable(uri: str) -> Iterator[None]:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        if "mlflow db upgrade" in str(error):
-            raise ConfigError(
-                f"tracking.uri: {uri} was made by another MLflow; copy the database, then run `mlflow db upgrade {uri}`"
-            ) from None
-        raise ConfigError(f"tracking.uri: {uri} cannot be used ({_short(error)}); start the server or drop the key") from None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let only one process at a time create the embedded database."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _experiment(client: Any, name: str, local: Home | None) -> str:
-    """Return the experiment's id; with `local`, a new one keeps its artifacts in that home."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        return client.create_experiment(name, artifact_location=(local.artifacts / name).as_uri() if local else None)
-    if found.lifecycle_stage != "active":
-        raise ConfigError(f"tracking.experiment: {name!r} has been deleted in MLflow; restore it there or use another name")
-    return found.experiment_id
-
-
-def _find(client: Any, experiment: str, name: str, run_dir: Path) -> str | None:
-    wanted = f"tags.`{RUN_TAG}` = '{name}'"
-    for run in client.search_runs([experiment], wanted, max_results=100, order_by=["attributes.start_time DESC"]):
-        if run.data.tags.get(DIR_TAG) == str(run_dir):
-            return run.info.run_id
-    return None
-
-
-def _log_params(client: Any, run_id: str, config: TrainConfig) -> None:
-    from mlflow.entities import Param
-
-    flat: dict[str, Any] = {}
-    for key, value in flatten(config).items():
-        flat.update({f"{key}.{name}": part for name, part in value.items()} if isinstance(value, dict) else {key: value})
-    params = [Param(key, _param(value)) for key, value in flat.items()]
-    for start in range(0, len(params), CHUNK["params"]):
-        client.log_batch(run_id, params=params[start : start + CHUNK["params"]])
-
-
-def _param(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text[:MAX_PARAM_LENGTH]
-
-
-def _origin_tags() -> dict[str, str]:
-    tags = {"version.fluxray": fluxray.__version__}
-    for package in VERSIONED:
+    def _send(self, sender: Sender) -> float:
+        """Send one piece; return the seconds until the next may be sent."""
         try:
-            tags[f"version.{package}"] = version(package)
-        except PackageNotFoundError:
-            continue
-    folder = Path(fluxray.__file__).resolve().parent
-    if _git(folder, "ls-files", "--error-unmatch", "__init__.py"):
-        tags["mlflow.source.git.commit"] = _git(folder, "rev-parse", "HEAD")
-        tags["fluxray.git_dirty"] = str(bool(_git(folder, "status", "--porcelain", "--untracked-files=no", "."))).lower()
-    return tags
+            more = sender.send()
+        except BusyError:
+            return SEND_EVERY_S
+        except Exception as error:  # noqa: BLE001 - whatever MLflow raises, training goes on
+            if not self._is_down:
+                self._notify(
+                    f"MLflow at {self._target.shown} does not answer ({short(error)}): training goes on, "
+                    f"its record is kept in {self._target.folder}"
+                )
+            self._is_down = True
+            return RETRY_AFTER_S
+        if more and self._is_down:
+            self._notify("MLflow answers again and gets what was kept meanwhile")
+            self._is_down = False
+        return 0.0 if more else SEND_EVERY_S
 
 
-def _git(folder: Path, *words: str) -> str:
-    """Return git's answer, or nothing where there is no git or no checkout."""
+def _write(target: Target, records: Iterable[spool.Record]) -> None:
+    appender = spool.Appender(target.folder)
+    for record in records:
+        appender.append(record)
+    appender.close()
+
+
+def _send_all(target: Target, notify: Notify) -> None:
+    sender = Sender(target, notify)
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        while sender.send():
+            pass
+    finally:
+        sender.close()
 
 
-def _without_infinity(key: str, value: float) -> Sequence[tuple[str, float]]:
-    if math.isinf(value):
-        return [(key, math.nan), (f"{key}.infinite", math.copysign(1.0, value))]
-    return [(key, float(value))]
+def _discard(folder: Path) -> None:
+    """Delete what an earlier run of that folder left."""
+    for path in folder.glob("*.json*"):
+        path.unlink()
 
 
-def _short(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:150]}" if text else type(error).__name__
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from fluxray.config.load import resolve, to_yaml
 from fluxray.runtime.paths import CONFIG_FILE, Home
@@ -69,10 +70,11 @@ def run_page(tmp_path: Path) -> str:
     writer = MetricWriter(target, complaints.append)
     for step in range(10, 210, 10):
         writer.log(step, {"train/loss": 2 + 8.3 * math.exp(-step / 100)})
-    writer.flush()
+    writer.close()
     assert finish_run(target, "FINISHED", run_dir) is None
     assert complaints == []
-    return f"#/experiments/1/runs/{target.run_id}/model-metrics"
+    (run,) = MlflowClient(target.uri).search_runs(["1"])
+    return f"#/experiments/1/runs/{run.info.run_id}/model-metrics"
 
 
 def test_the_ui_draws_the_loss_of_a_run(run_page: str, ui: str, browse):

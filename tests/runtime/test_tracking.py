@@ -1,22 +1,22 @@
+import errno
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from mlflow import MlflowClient
 
-from fluxray.config.load import resolve
+from fluxray.config.load import resolve, to_yaml
 from fluxray.errors import ConfigError
-from fluxray.runtime import tracking
-from fluxray.runtime.paths import Home
-from fluxray.runtime.tracking import MetricWriter, Target, finish_run, start_run, tracking_uri
+from fluxray.runtime import delivery, sender, spool, tracking
+from fluxray.runtime.paths import CONFIG_FILE, Home
+from fluxray.runtime.sender import BusyError, Sender
+from fluxray.runtime.tracking import MetricWriter, finish_run, start_run, sync, tracking_uri
 
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
+NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +24,20 @@ def where(tmp_path_factory):
     return Home(tmp_path_factory.mktemp("home"))
 
 
+def prepared(where, name, **overrides):
+    """Return configuration and folder of a run that is about to start."""
+    config = resolve("cpu", "lm-tiny", {"name": name, "storage": str(where.root), "tracking.system_metrics_s": 0, **overrides})
+    run_dir = where.runs / name
+    run_dir.mkdir(parents=True)
+    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
+    return config, run_dir
+
+
 @pytest.fixture
 def run(where, request):
     """A new run's target, configuration and folder; the name is the test's."""
     name = request.node.name.replace("[", "-").replace("]", "")
-    config = resolve("cpu", "lm-tiny", {"name": name, "storage": str(where.root)})
-    run_dir = where.runs / name
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.yaml").write_text("name: x\n")
+    config, run_dir = prepared(where, name)
     return start_run(config, where, run_dir, None), config, run_dir
 
 
@@ -39,17 +45,37 @@ def client(target):
     return MlflowClient(tracking_uri=target.uri)
 
 
+def runs(target):
+    """Return the MLflow runs of a target, newest first."""
+    experiment = client(target).get_experiment_by_name(target.experiment)
+    found = client(target).search_runs([experiment.experiment_id], f"tags.`fluxray.run` = '{target.run_dir.name}'")
+    return [run for run in found if run.data.tags["fluxray.run_dir"] == str(target.run_dir)]
+
+
 def history(target, key):
-    return [(metric.step, metric.value) for metric in client(target).get_metric_history(target.run_id, key)]
+    run = runs(target)[0]
+    return [(metric.step, metric.value) for metric in client(target).get_metric_history(run.info.run_id, key)]
 
 
-def writer(target, notices=None, clock=None):
-    return MetricWriter(target, (notices if notices is not None else []).append, clock or Clock())
+def send(target):
+    """Send all that is spooled, now."""
+    courier = Sender(target, lambda text: None)
+    while courier.send():
+        pass
+    courier.close()
+
+
+def log(target, steps, **metrics):
+    """Write what a MetricWriter writes, without its thread."""
+    appender = spool.Appender(target.folder)
+    for step in steps:
+        appender.append({"step": step, "time": int(time.time() * 1000), "metrics": metrics or {"train/loss": float(step)}})
+    appender.close()
 
 
 def test_a_new_run_has_parameters_tags_and_config(where, run):
     target, _, run_dir = run
-    found = client(target).get_run(target.run_id)
+    (found,) = runs(target)
     assert found.info.status == "RUNNING"
     assert found.data.params["optim.lr"] == "0.001"
     assert found.data.params["model.config.hidden_size"] == "256"
@@ -57,7 +83,7 @@ def test_a_new_run_has_parameters_tags_and_config(where, run):
     assert found.data.tags["fluxray.run_dir"] == str(run_dir)
     assert {f"version.{name}" for name in ("fluxray", "torch", "ray", "mlflow", "transformers")} <= set(found.data.tags)
     assert found.info.artifact_uri.startswith(where.artifacts.as_uri())
-    assert [file.path for file in client(target).list_artifacts(target.run_id)] == ["config.yaml"]
+    assert [file.path for file in client(target).list_artifacts(found.info.run_id)] == ["config.yaml"]
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
@@ -66,113 +92,232 @@ def test_a_run_ends_as_it_did_and_keeps_its_tokenizer(run, status):
     (run_dir / "tokenizer").mkdir()
     (run_dir / "tokenizer" / "tokenizer.json").write_text("{}")
     assert finish_run(target, status, run_dir) is None
-    assert client(target).get_run(target.run_id).info.status == status
-    assert [file.path for file in client(target).list_artifacts(target.run_id, "tokenizer")] == ["tokenizer/tokenizer.json"]
+    (found,) = runs(target)
+    assert found.info.status == status
+    assert [file.path for file in client(target).list_artifacts(found.info.run_id, "tokenizer")] == ["tokenizer/tokenizer.json"]
 
 
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(where, run):
     target, config, run_dir = run
     finish_run(target, "KILLED", run_dir)
-    again = start_run(config, where, run_dir, {"train.num_steps": 300})
-    assert again == target
-    found = client(target).get_run(target.run_id)
+    assert start_run(config, where, run_dir, {"train.num_steps": 300}) == target
+    (found,) = runs(target)
     assert found.info.status == "RUNNING"
     assert found.data.tags["resumed.train.num_steps"] == "300"
-    assert start_run(config, where, run_dir, None) != target, "a folder that was begun anew is another run"
+    start_run(config, where, run_dir, None)
+    assert len(runs(target)) == 2, "a folder that was begun anew is another run"
 
 
 def test_steps_replayed_after_a_resume_are_logged_once(run):
     target = run[0]
-    first = writer(target)
-    for step in (1, 2, 3):
-        first.log(step, {"train/loss": float(step)})
-    first.flush()
-    second = writer(target)
-    for step in (2, 3, 4):
-        second.log(step, {"train/loss": float(step), "train/lr": 0.1})
-    second.flush()
-    assert history(target, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert [step for step, _ in history(target, "train/lr")] == [2, 3, 4]
-
-
-def test_many_points_are_sent_in_pieces(run):
-    target = run[0]
-    sink = writer(target)
-    sink.log(1, {"train/loss": 1.0})
-    for step in range(2, 1503):
-        sink.log(step, {"train/loss": 1.0, "train/lr": 2.0})
-    sink.flush()
-    assert [step for step, _ in history(target, "train/loss")] == list(range(1, 1503))
+    log(target, (1, 2, 3))
+    send(target)
+    log(target, (2, 3, 4, 5))
+    sink = MetricWriter(target, lambda text: None)
+    sink.log(4, {"train/loss": 0.0, "train/lr": 0.1})
+    sink.close()
+    send(target)
+    assert history(target, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)]
+    assert history(target, "train/lr") == [(4, 0.1)]
 
 
 def test_infinity_stays_apart_from_nan(run):
     target = run[0]
-    sink = writer(target)
+    sink = MetricWriter(target, lambda text: None)
     for step, value in enumerate([math.nan, math.inf, -math.inf, 1.0]):
         sink.log(step, {"train/loss": value})
-    sink.flush()
+    sink.close()
+    send(target)
     values = [value for _, value in history(target, "train/loss")]
     assert [math.isnan(value) for value in values] == [True, True, True, False]
     assert history(target, "train/loss.infinite") == [(1, 1.0), (2, -1.0)]
 
 
-class Flaky:
-    """A client whose log_batch fails while `down`."""
-
-    def __init__(self, real):
-        self.real, self.down, self.calls = real, True, 0
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-    def log_batch(self, *args, **kwargs):
-        self.calls += 1
-        if self.down:
-            raise ConnectionError("refused")
-        return self.real.log_batch(*args, **kwargs)
-
-
-def test_an_outage_is_said_once_loses_nothing_and_is_not_waited_for(run, monkeypatch):
+def test_the_thread_sends_while_training_goes_on(run):
     target = run[0]
-    flaky = Flaky(tracking._client(target.uri))
-    monkeypatch.setattr(tracking, "_client", lambda uri: flaky)
-    clock, notices = Clock(), []
-    sink = writer(target, notices, clock)
-    for step in range(1, 101):
-        clock.now += 1
-        sink.log(step, {"train/loss": 1.0})
-    assert flaky.calls == 4, "one attempt every 30 s"
-    assert len(notices) == 1
-    assert "refused" in notices[0]
-    flaky.down = False
-    clock.now += 31
-    sink.log(101, {"train/loss": 1.0})
-    assert [step for step, _ in history(target, "train/loss")] == list(range(1, 102))
-    assert notices[1:] == ["MLflow answers again; the points kept meanwhile are logged"]
-
-
-def test_points_kept_are_bounded(run, monkeypatch):
-    monkeypatch.setattr(tracking, "MAX_PENDING", 10)
-    target = run[0]
-    clock = Clock()
-    sink = MetricWriter(target, lambda text: None, clock)
-    sink._send_at = clock.now + 1e6
-    for step in range(100):
-        sink.log(step, {"train/loss": 0.0})
-    sink.flush()
-    assert [step for step, _ in history(target, "train/loss")] == list(range(90, 100))
-
-
-def test_a_server_that_is_not_there_is_refused_at_start_and_tolerated_later(where, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    config = resolve("cpu", "lm-tiny", {"name": "r", "tracking.uri": "http://127.0.0.1:9"})
-    with pytest.raises(ConfigError, match=r"^tracking\.uri: http://127\.0\.0\.1:9 cannot be used .*drop the key$"):
-        start_run(config, where, tmp_path, None)
-    notices = []
-    sink = writer(Target("http://127.0.0.1:9", "x"), notices)
+    sink = MetricWriter(target, lambda text: None)
     sink.log(1, {"train/loss": 1.0})
+    deadline = time.monotonic() + 30
+    while delivery.describe_left(target.folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert history(target, "train/loss") == [(1, 1.0)]
+    sink.close()
+
+
+def test_the_machine_is_read_by_the_second_and_a_resume_goes_on(where):
+    config, run_dir = prepared(where, "machine", **{"tracking.system_metrics_s": 1})
+    target = start_run(config, where, run_dir, None)
+    for _ in range(2):
+        sink = MetricWriter(target, lambda text: None)
+        time.sleep(2.5)
+        sink.close()
+    send(target)
+    steps = [step for step, _ in history(target, "system/memory_gib")]
+    assert steps == sorted(set(steps))
+    assert len(steps) >= 4
+    assert steps[-1] < 60
+
+
+def test_a_process_killed_between_sending_and_acknowledging_sends_nothing_twice(run):
+    target = run[0]
+    log(target, range(1, 1501))
+    code = f"""
+import os, signal
+from pathlib import Path
+from fluxray.runtime import sender, spool
+target = sender.Target({target.uri!r}, {target.experiment!r}, Path({str(target.run_dir)!r}), Path({str(target.home)!r}))
+spool.acknowledge = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+sender.Sender(target, print).send()
+"""
+    killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(history(target, "train/loss")) == 1000
+    lines = []
+    assert sync([target.run_dir], lines.append) == 0
+    assert lines == [f"run {target.run_dir.name}: 1,500 points sent to MLflow at {target.uri}"]
+    assert [step for step, _ in history(target, "train/loss")] == list(range(1, 1501))
+    assert sync([target.run_dir], lines.append) == 0
+    assert len(lines) == 1, "nothing is left, nothing is said"
+
+
+def test_only_one_process_sends_at_a_time(run):
+    target = run[0]
+    first = Sender(target, lambda text: None)
+    first.send()
+    log(target, [1])
+    lines = []
+    with pytest.raises(BusyError):
+        Sender(target, lambda text: None).send()
+    assert sync([target.run_dir], lines.append) == 1
+    assert lines == [f"run {target.run_dir.name}: 1 point left to send: another process is sending the records of this run"]
+    first.close()
+    assert sync([target.run_dir], lines.append) == 0
+
+
+def test_a_run_starts_and_ends_without_a_server_and_says_so_once(where, capsys, monkeypatch):
+    monkeypatch.setattr(tracking, "RETRY_AFTER_S", 0.1)
+    config, run_dir = prepared(where, "alone", **{"tracking.uri": NOWHERE})
+    target = start_run(config, where, run_dir, None)
+    (line,) = capsys.readouterr().out.splitlines()
+    kept = f"its record is kept in {run_dir / 'tracking'} and sent as soon as MLflow answers"
+    assert line == f"MLflow at {NOWHERE} does not answer (connection refused): run alone starts without it; {kept}"
+    notices = []
+    sink = MetricWriter(target, notices.append)
+    sink.log(1, {"train/loss": 1.0, "train/lr": 1.0})
+    time.sleep(0.5)
+    sink.close()
+    assert notices == [], "the user knows"
+    assert finish_run(target, "FINISHED", run_dir) == (
+        f"MLflow at {NOWHERE} has not got 2 points and 2 other records of run alone yet (connection refused); "
+        f"`fluxray sync {run_dir}` sends them"
+    )
+    assert sync([run_dir], notices.append) == 1
+    assert notices == ["run alone: 2 points and 2 other records left to send: connection refused"]
+
+
+def test_an_outage_is_said_once_and_so_is_its_end(run, monkeypatch):
+    target = run[0]
+    monkeypatch.setattr(tracking, "RETRY_AFTER_S", 0.1)
+    monkeypatch.setattr(tracking, "SEND_EVERY_S", 0.1)
+    real, down, calls = Sender.send, True, 0
+
+    def flaky(self):
+        nonlocal calls
+        calls += 1
+        if down:
+            raise ConnectionError("refused")
+        return real(self)
+
+    monkeypatch.setattr(Sender, "send", flaky)
+    notices = []
+    sink = MetricWriter(target, notices.append)
+    for step in range(20):
+        sink.log(step, {"train/loss": 1.0})
+        time.sleep(0.05)
+    assert calls > 3
     assert len(notices) == 1
-    assert "was not told that the run is FINISHED" in str(finish_run(Target("http://127.0.0.1:9", "x"), "FINISHED", tmp_path))
+    assert "does not answer (ConnectionError: refused): training goes on" in notices[0]
+    down = False
+    deadline = time.monotonic() + 30
+    while len(notices) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sink.close()
+    assert notices[1:] == ["MLflow answers again and gets what was kept meanwhile"]
+    monkeypatch.undo()
+    send(target)
+    assert [step for step, _ in history(target, "train/loss")] == list(range(20))
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_made_up_for(run, monkeypatch):
+    target = run[0]
+    notices = []
+    sink = MetricWriter(target, notices.append)
+    append = spool.Appender.append
+
+    def full(self, record):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(spool.Appender, "append", full)
+    for step in (1, 2):
+        sink.log(step, {"train/loss": 1.0})
+    monkeypatch.setattr(spool.Appender, "append", append)
+    sink.log(3, {"train/loss": 1.0})
+    sink.close()
+    send(target)
+    assert [step for step, _ in history(target, "train/loss")] == [1, 2, 3]
+    assert len(notices) == 1
+    assert "No space left on device): metrics are kept in memory" in notices[0]
+
+
+def test_an_artifact_that_cannot_be_stored_does_not_hold_up_what_follows(run, monkeypatch):
+    target, _, run_dir = run
+    (run_dir / "tokenizer").mkdir()
+
+    def refused(*_):
+        raise PermissionError("artifacts are read-only")
+
+    monkeypatch.setattr(MlflowClient, "log_artifacts", refused)
+    appender = spool.Appender(target.folder)
+    appender.append({"artifact": "tokenizer"})
+    appender.close()
+    log(target, [1])
+    told = []
+    courier = Sender(target, told.append)
+    while courier.send():
+        pass
+    courier.close()
+    assert history(target, "train/loss") == [(1, 1.0)]
+    assert told == [
+        f"MLflow at {target.uri} cannot store tokenizer (PermissionError: artifacts are read-only): it stays in {run_dir}"
+    ]
+
+
+def test_a_password_is_never_shown_or_written_down(where, capsys):
+    uri = "http://ann:sesame@127.0.0.1:9"
+    config, run_dir = prepared(where, "secret", **{"tracking.uri": uri})
+    target = start_run(config, where, run_dir, {"tracking.uri": uri})
+    log(target, [1])
+    told = str(finish_run(target, "FAILED", run_dir))
+    lines = []
+    sync([run_dir], lines.append)
+    shown = capsys.readouterr().out + told + "".join(lines) + repr(target)
+    written = "".join(path.read_text() for path in target.folder.iterdir())
+    assert "http://***@127.0.0.1:9" in shown
+    assert "http://***@127.0.0.1:9" in written
+    assert "sesame" not in shown + written
+
+
+def test_the_config_that_mlflow_gets_is_masked(run):
+    target, _, run_dir = run
+    with (run_dir / CONFIG_FILE).open("a") as file:
+        file.write("# http://ann:sesame@host/x\n")
+    finish = spool.Appender(target.folder)
+    finish.append({"artifact": CONFIG_FILE})
+    finish.close()
+    send(target)
+    text = MlflowClient(target.uri).download_artifacts(runs(target)[0].info.run_id, CONFIG_FILE, str(run_dir))
+    with open(text) as file:
+        assert "# http://***@host/x\n" in file.read()
 
 
 def test_uris(where):
@@ -182,21 +327,48 @@ def test_uris(where):
         tracking_uri(resolve(overrides={"tracking.uri": "sqlite:///mlflow.db"}), where)
 
 
-def test_the_environment_cannot_point_elsewhere(where, run, monkeypatch):
+def test_the_environment_cannot_point_elsewhere(where, monkeypatch):
     monkeypatch.setenv("MLFLOW_RUN_ID", "deadbeef")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "77")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    _, config, run_dir = run
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", NOWHERE)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
+    config, run_dir = prepared(where, "elsewhere")
     target = start_run(config, where, run_dir, None)
-    assert client(target).get_run(target.run_id).info.run_name == config.name
+    assert runs(target)[0].info.run_name == config.name
     assert "MLFLOW_RUN_ID" not in os.environ
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0", "MLflow must not repeat a call by itself"
 
 
-def test_a_deleted_experiment_is_named(where, run):
-    target, config, run_dir = run
-    api = client(target)
-    experiment = api.create_experiment("gone")
-    api.delete_experiment(experiment)
-    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"experiment": "gone"})})
-    with pytest.raises(ConfigError, match=r"^tracking\.experiment: 'gone' has been deleted"):
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"tracking.experiment": "gone"}, r"^tracking\.experiment: 'gone' has been deleted"),
+        ({"tracking.uri": "htp://x"}, r"^tracking\.uri: htp://x cannot be used .*; correct or drop the key$"),
+        ({"tracking.uri": "sqlite:////proc/mlflow.db"}, r"^tracking\.uri: sqlite:////proc/mlflow.db cannot be used"),
+    ],
+    ids=["experiment", "scheme", "database"],
+)
+def test_what_waiting_does_not_mend_is_refused_at_start(where, run, overrides, message, tmp_path):
+    api = client(run[0])
+    if api.get_experiment_by_name("gone") is None:
+        api.delete_experiment(api.create_experiment("gone"))
+    config, run_dir = prepared(where, tmp_path.name, **overrides)
+    with pytest.raises(ConfigError, match=message):
         start_run(config, where, run_dir, None)
+
+
+def test_one_call_takes_what_mlflow_takes(run, monkeypatch):
+    target = run[0]
+    sizes = []
+    real = MlflowClient.log_batch
+
+    def counted(self, run_id, metrics=(), **rest):
+        sizes.append(len(metrics))
+        return real(self, run_id, metrics=metrics, **rest)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", counted)
+    log(target, range(1, 501), **{"train/loss": 1.0, "train/lr": math.inf, "train/grad_norm": 1.0})
+    sizes.clear()
+    send(target)
+    assert max(sizes, default=0) <= sender.CHUNK["metrics"]
+    assert len(history(target, "train/lr.infinite")) == 500
