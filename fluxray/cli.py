@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fluxray.errors import FluxrayError
+from fluxray.errors import ConfigError, FluxrayError
 from fluxray.runtime.outcome import FailedError, StoppedError
 
 USER_FAULT, FAILURE, STOPPED = 2, 1, 130
@@ -102,6 +102,33 @@ def export(
     from fluxray.export import export_run
 
     print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype)}")
+
+
+@app.command()
+def checkpoints(
+    run: Run,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every tensor and compare it with its checksum.")] = False,
+    prune: Annotated[int | None, typer.Option(metavar="N", min=1, help="Delete all but the newest N usable ones.")] = None,
+    copy: Annotated[Path | None, typer.Option(metavar="DIR", help="Copy one to a new folder, with all it needs.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="S", help="With --copy: that step's, not the newest.")] = None,
+    storage: Storage = None,
+) -> None:
+    """List a run's checkpoints; verify, prune or copy them. Do not prune a run that is training."""
+    from fluxray.runtime.paths import find_run, home
+
+    if step is not None and copy is None:
+        raise ConfigError("--step: has no effect without --copy; drop it or name a folder with --copy")
+    run_dir = find_run(run, home(storage))
+    from fluxray.runtime import checkpoints as kept
+
+    if copy is not None:
+        print(f"copied {run_dir.name} to {kept.copy(run_dir, copy.expanduser().absolute(), step)}")
+    for path in kept.prune(run_dir, prune, verify) if prune is not None else ():
+        print(f"deleted {path.name}")
+    entries = kept.list_checkpoints(run_dir, verify)
+    print("\n".join(kept.table(entries)) if entries else f"{run_dir.name} has no checkpoint yet")
+    if num_damaged := sum(entry.fault is not None for entry in entries):
+        raise FailedError(f"{num_damaged} of {len(entries)} checkpoints of {run_dir.name} cannot be used; --prune deletes them")
 
 
 @app.command()

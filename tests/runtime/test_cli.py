@@ -44,6 +44,8 @@ def test_help_is_fast_and_imports_nothing_heavy():
         (["evaluate", "nothing"], "there is no run yet"),
         (["export", "nothing", "out"], "there is no run yet"),
         (["export", "nothing"], "DIR"),
+        (["checkpoints", "nothing"], "there is no run yet"),
+        (["checkpoints", "nothing", "--step", "3"], "--step: has no effect without --copy"),
         (["ui"], "holds no tracked run yet"),
         (["ui", "--port", "x"], "--port"),
     ],
