@@ -100,9 +100,8 @@ def copy(run_dir: Path, target: Path, step: int | None = None) -> Path:
             target.rmdir()
         making.rename(target)
     except DamagedCheckpointError as error:
-        raise CheckpointError(
-            f"--copy: {one_line(error).replace(str(making), str(run_dir))}; choose another with --step"
-        ) from None
+        fault = str(error).replace(str(making), str(run_dir))
+        raise CheckpointError(f"--copy: {fault}; choose another with --step") from None
     except OSError as error:
         raise CheckpointError(f"--copy: {target} cannot be written ({one_line(error)}); name another folder") from None
     finally:
