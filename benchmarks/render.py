@@ -21,7 +21,8 @@ COLUMNS = {
     "device_gb": "device GB",
     "first_step_s": "first step, s",
     "ratio": "ratio",
-    "blocked_s": "training stood still, s",
+    "first_blocked_s": "first save: training stood still, s",
+    "blocked_s": "later ones, s",
     "durable_s": "until durable, s",
     "checkpoint_gb": "checkpoint, GB",
     "gb_per_s": "GB/s",
@@ -58,8 +59,8 @@ def service_conclusion(rows: list[Row]) -> str:
     later, now = by_note["asynchronous save"], by_note["synchronous save"]
     return (
         f"The loop that users run, with Ray, MLflow, progress and metrics of every step, keeps "
-        f"{by_note['Trainer, Ray and MLflow']['ratio']:.1%} of the speed of the engine alone. An asynchronous save stops "
-        f"training for {later['blocked_s']:.1f} s instead of {now['blocked_s']:.1f} s."
+        f"{by_note['Trainer, Ray and MLflow, a save in the background']['ratio']:.1%} of the speed of the engine alone. An asynchronous save "
+        f"stops training for {later['blocked_s']:.1f} s instead of {now['blocked_s']:.1f} s."
     )
 
 

@@ -74,8 +74,8 @@ def service(folder: Path, num_steps: int, *overrides: str) -> dict[str, float]:
         return [point.value for point in client.get_metric_history(run.info.run_id, key)]
 
     found = {"tokens_per_s": statistics.median(history("perf/tokens_per_s")[WARM_UP // LOG_EVERY :])}
-    for key in ("checkpoint/blocked_s", "checkpoint/durable_s"):
-        found[key.removeprefix("checkpoint/")] = statistics.median(history(key))
+    blocked = history("checkpoint/blocked_s")
+    found |= {"first_blocked_s": blocked[0], "blocked_s": blocked[-1], "durable_s": history("checkpoint/durable_s")[-1]}
     saved = Path(str(done.summary.checkpoint))
     found["checkpoint_gb"] = sum(path.stat().st_size for path in saved.iterdir()) / 1e9
     return found
@@ -95,11 +95,11 @@ def disk(folder: Path) -> dict[str, float]:
 
 PARTS = {
     "bare": bare,
-    "service": lambda folder, steps: service(folder, steps, "checkpoint.every_steps=100000"),
-    "asynchronous": lambda folder, steps: service(folder, 40, "checkpoint.every_steps=20"),
-    "synchronous": lambda folder, steps: service(folder, 40, "checkpoint.every_steps=20", "checkpoint.asynchronous=false"),
+    "asynchronous": lambda folder, steps: service(folder, steps, f"checkpoint.every_steps={steps // 2}"),
+    "synchronous": lambda folder, steps: service(folder, 20, "checkpoint.every_steps=10", "checkpoint.asynchronous=false"),
     "disk": lambda folder, steps: disk(folder),
 }
+"""What is measured; the first two give the cost of the service, saves in the background included."""
 
 
 def main() -> None:
@@ -127,8 +127,9 @@ def main() -> None:
         print(part, found[part], flush=True)
     shared = {"model": "flux2-seed", "engine": "sharded", "precision": "mixed-bf16", "num_gpus": 1, "sequence_length": 2048}
     rows: list[dict[str, Any]] = [{**shared, "note": "bare engine loop", "baseline": "bare", **found["bare"]}]
-    ratio = found["service"]["tokens_per_s"] / found["bare"]["tokens_per_s"]
-    rows.append({**shared, "note": "Trainer, Ray and MLflow", "ratio": ratio, "tokens_per_s": found["service"]["tokens_per_s"]})
+    speed = found["asynchronous"]["tokens_per_s"]
+    note = "Trainer, Ray and MLflow, a save in the background"
+    rows.append({**shared, "note": note, "tokens_per_s": speed, "ratio": speed / found["bare"]["tokens_per_s"]})
     for part in ("asynchronous", "synchronous"):
         rate = found[part]["checkpoint_gb"] / found[part]["durable_s"]
         row = {
@@ -137,7 +138,9 @@ def main() -> None:
             "ratio": rate / found["disk"]["gb_per_s"],
             "baseline": "the disk's own rate",
         }
-        rows.append({**shared, **row, **{k: found[part][k] for k in ("blocked_s", "durable_s", "checkpoint_gb")}})
+        rows.append(
+            {**shared, **row, **{k: found[part][k] for k in ("first_blocked_s", "blocked_s", "durable_s", "checkpoint_gb")}}
+        )
     rows.append({"note": "one file of 8 GB, written and synced", **found["disk"]})
     common.write(
         "service",
