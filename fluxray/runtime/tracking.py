@@ -65,6 +65,8 @@ def start_run(config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[
     A server that does not answer is told to the user and gets everything later; ConfigError for what waiting does not mend.
     """
     target = target_of(config, where, run_dir)
+    if target.home is not None:
+        _check_writable(target.uri)
     changes: list[spool.Record] = []
     if resumed is None:
         _discard(target.folder)
@@ -124,7 +126,7 @@ class MetricWriter:
     """Logs metrics by step from rank 0. Never raises, and never waits for MLflow: one thread sends what the spool holds.
 
     MLflow gets a step of a key once, whatever is replayed after a resume. NaN is logged as NaN. MLflow has no infinity: it
-    becomes NaN, and `KEY.infinite` says 1 or -1 at that step. The same thread reads the machine's load every `system_metrics_s`
+    becomes NaN, and `KEY.infinite` says 1 or -1 at that step. Another thread reads the machine's load every `system_metrics_s`
     seconds; the step of `system/...` is the number of seconds since the run first started. `notify` is told once per outage.
     """
 
@@ -139,8 +141,10 @@ class MetricWriter:
         self._told_disk = False
         self._is_down = target.is_down
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fluxray-tracking", daemon=True)
-        self._thread.start()
+        self._sending = threading.Thread(target=self._send_on, name="fluxray-tracking", daemon=True)
+        self._sending.start()
+        if every := target.system_metrics_s:
+            threading.Thread(target=self._sample_on, args=(every,), name="fluxray-system", daemon=True).start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write all `metrics` at `step` to the spool."""
@@ -151,10 +155,10 @@ class MetricWriter:
         self._write(durably=True)
 
     def close(self) -> None:
-        """End the thread, at the latest after CLOSE_S, and leave the rest to whoever ends the run."""
+        """End the threads, at the latest after CLOSE_S, and leave the rest to whoever ends the run."""
         self._stop.set()
         self._write(durably=True)
-        self._thread.join(CLOSE_S)
+        self._sending.join(CLOSE_S)
 
     def _append(self, record: spool.Record) -> None:
         self._pending.append(record)
@@ -176,20 +180,17 @@ class MetricWriter:
         else:
             self._told_disk = False
 
-    def _run(self) -> None:
-        every = self._target.system_metrics_s
+    def _send_on(self) -> None:
         sender = Sender(self._target, self._notify)
-        system = SystemMetrics() if every else None
-        send_at = sample_at = time.monotonic()
-        while not self._stop.is_set():
-            if system and time.monotonic() >= sample_at:
-                sample_at = time.monotonic() + every
-                self._sample(system)
-            if time.monotonic() >= send_at:
-                send_at = time.monotonic() + self._send(sender)
-            wake_at = min(send_at, sample_at) if system else send_at
-            self._stop.wait(max(0.0, wake_at - time.monotonic()))
+        pause = 0.0
+        while not self._stop.wait(pause):
+            pause = self._send(sender)
         sender.close()
+
+    def _sample_on(self, every: int) -> None:
+        system = SystemMetrics()
+        while not self._stop.wait(every):
+            self._sample(system)
 
     def _sample(self, system: SystemMetrics) -> None:
         try:
@@ -233,6 +234,16 @@ def _send_all(target: Target, notify: Notify) -> None:
             pass
     finally:
         sender.close()
+
+
+def _check_writable(uri: str) -> None:
+    """Raise ConfigError at once for a database file that cannot be; MLflow would try for minutes."""
+    path = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"tracking.uri: {uri} cannot be written ({error.strerror}); correct or drop the key") from None
 
 
 def _discard(folder: Path) -> None:

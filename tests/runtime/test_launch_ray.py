@@ -159,6 +159,18 @@ def test_a_finished_run_is_prolonged_in_the_same_folder_and_mlflow_run(cluster, 
     assert mlflow_runs(storage, "killed") == (["FINISHED"], [list(range(1, 13))])
 
 
+def to_the_end(config, context):
+    return loop(config, context, newest(context))
+
+
+def test_a_run_without_its_tracking_server_is_a_run(cluster, storage, capsys):
+    done = launch(configure(storage, "alone", **{"tracking.uri": "http://127.0.0.1:9"}), to_the_end)
+    assert done.summary.step == 8
+    out = capsys.readouterr().out
+    assert out.count("does not answer") == 1
+    assert "has not got 16 points and 2 other records of run alone yet (connection refused)" in out
+
+
 def broken(config, context):
     raise ZeroDivisionError(f"boom at {newest(context)}")
 
