@@ -29,7 +29,10 @@ MAX_PENDING = 100_000
 
 SEND_EVERY_S = 1.0
 RETRY_AFTER_S = 10.0
-"""Pause of rank 0's thread after a failed call."""
+"""Pauses of rank 0's thread: usually, and while MLflow fails."""
+
+TOLD_FAILURES = 2
+"""The user is told of this many failures in a row; one alone may be a connection that was closed for its age."""
 
 MAX_START_S, MAX_END_S = 10.0, 60.0
 """How long the driver goes on sending where records do get through."""
@@ -139,7 +142,7 @@ class MetricWriter:
         self._pending: deque[spool.Record] = deque(maxlen=MAX_PENDING)
         self._writing = threading.Lock()
         self._told_disk = False
-        self._is_down = target.is_down
+        self._num_failures = TOLD_FAILURES if target.is_down else 0
         self._stop = threading.Event()
         self._sending = threading.Thread(target=self._send_on, name="fluxray-tracking", daemon=True)
         self._sending.start()
@@ -207,16 +210,17 @@ class MetricWriter:
         except BusyError:
             return SEND_EVERY_S
         except Exception as error:  # noqa: BLE001 - whatever MLflow raises, training goes on
-            if not self._is_down:
+            self._num_failures += 1
+            if self._num_failures == TOLD_FAILURES:
                 self._notify(
                     f"MLflow at {self._target.shown} does not answer ({short(error)}): training goes on, "
                     f"its record is kept in {self._target.folder}"
                 )
-            self._is_down = True
-            return RETRY_AFTER_S
-        if more and self._is_down:
-            self._notify("MLflow answers again and gets what was kept meanwhile")
-            self._is_down = False
+            return SEND_EVERY_S if self._num_failures < TOLD_FAILURES else RETRY_AFTER_S
+        if more:
+            if self._num_failures >= TOLD_FAILURES:
+                self._notify("MLflow answers again and gets what was kept meanwhile")
+            self._num_failures = 0
         return 0.0 if more else SEND_EVERY_S
 
 
