@@ -105,6 +105,22 @@ def export(
 
 
 @app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects: name, status, found, remedy.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Look over this machine and its cluster; exits with 1 if something must be mended before a run."""
+    from fluxray.runtime.doctor import examine, lines
+    from fluxray.runtime.facts import gather
+    from fluxray.runtime.paths import home
+
+    findings = examine(gather(home(storage)))
+    print(json.dumps([finding._asdict() for finding in findings], indent=1) if as_json else "\n".join(lines(findings)))
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(FAILURE)
+
+
+@app.command()
 def checkpoints(
     run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Read every tensor and compare it with its checksum.")] = False,
