@@ -63,17 +63,18 @@ def config(
     """Print the resolved configuration; * marks what is not the default, and the layer it comes from follows."""
     from fluxray.config.load import flatten, origins, resolve, to_yaml
     from fluxray.config.schema import TrainConfig
+    from fluxray.runtime.identity import masked
 
     resolved = resolve(profile, model, overrides or ())
     if yaml:
-        print(to_yaml(resolved), end="")
+        print(masked(to_yaml(resolved)), end="")
         return
     flat, defaults = flatten(resolved), flatten(TrainConfig())
     sources = origins(profile, model, overrides or ())
     width = max(map(len, flat))
     for key, value in flat.items():
         mark = " " if key in defaults and defaults[key] == value else "*"
-        print(f"{mark} {key:<{width}}  {_shown(value)}{f'  ({sources[key]})' if key in sources else ''}")
+        print(f"{mark} {key:<{width}}  {masked(_shown(value))}{f'  ({sources[key]})' if key in sources else ''}")
 
 
 @app.command()

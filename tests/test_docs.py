@@ -38,7 +38,9 @@ def test_relative_links_lead_somewhere(doc):
 @each_document
 def test_named_files_exist(doc):
     named = [
-        span for span in [*code_spans(doc), *shell_words(doc)] if re.fullmatch(r"(fluxray|jobs|tests|docs|\.ci)/[\w./-]+", span)
+        span
+        for span in [*code_spans(doc), *shell_words(doc)]
+        if re.fullmatch(r"(fluxray|jobs|tests|docs|deploy|\.ci)/[\w./-]+", span)
     ]
     assert [path for path in named if not (ROOT / path).exists()] == []
 

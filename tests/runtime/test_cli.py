@@ -46,6 +46,7 @@ def test_help_is_fast_and_imports_nothing_heavy():
         (["export", "nothing"], "DIR"),
         (["checkpoints", "nothing"], "there is no run yet"),
         (["checkpoints", "nothing", "--step", "3"], "--step: has no effect without --copy"),
+        (["sync", "nothing"], "there is no run yet"),
         (["ui"], "holds no tracked run yet"),
         (["ui", "--port", "x"], "--port"),
     ],
@@ -78,6 +79,13 @@ def test_config_as_yaml_holds_every_key(capsys):
     tree = yaml.safe_load(capsys.readouterr().out)
     assert tree["resources"]["num_workers"] == 8
     assert tree["optim"]["eps"] == 1e-6
+
+
+@pytest.mark.parametrize("words", [(), ("--yaml",)])
+def test_config_shows_no_password(words, capsys):
+    assert run("config", "--profile", "cpu", "tracking.uri=postgresql://me:hidden@db/mlflow", *words) == 0
+    out = capsys.readouterr().out
+    assert "hidden" not in out and "postgresql://***@db/mlflow" in out
 
 
 def test_no_words_at_all_is_help(capsys):
