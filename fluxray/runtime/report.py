@@ -109,7 +109,7 @@ class Reporter:
     def _commit(self, report: Report, saved: SavedCheckpoint) -> None:
         """Let Ray register a checkpoint as soon as it is durable, and delete the oldest beyond the number to keep.
 
-        Metrics up to it are sent first: a run that goes on from it does not repeat them.
+        Metrics up to it are made durable first: a run that goes on from it does not repeat them.
         One that was registered before and has been written anew (a damaged one, or the last of a run that had ended) keeps its
         place: registered twice, Ray would delete it while it still counts it.
         """

@@ -61,7 +61,7 @@ class Target:
 
 
 class BusyError(Exception):
-    """Another process, or a thread whose call hangs, is sending this run's records."""
+    """Another process or thread is sending this run's records, or hangs in a call that does."""
 
 
 class Sender:
@@ -115,7 +115,7 @@ class Sender:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise BusyError("another process is sending the records of this run") from None
+            raise BusyError("another sender of this run is at work or waits for an answer") from None
         except OSError:
             return  # a file system without locks
 

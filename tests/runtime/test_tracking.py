@@ -189,7 +189,9 @@ def test_only_one_process_sends_at_a_time(run):
     with pytest.raises(BusyError):
         Sender(target, lambda text: None).send()
     assert sync([target.run_dir], lines.append) == 1
-    assert lines == [f"run {target.run_dir.name}: 1 point left to send: another process is sending the records of this run"]
+    assert lines == [
+        f"run {target.run_dir.name}: 1 point left to send: another sender of this run is at work or waits for an answer"
+    ]
     first.close()
     assert sync([target.run_dir], lines.append) == 0
 
