@@ -174,7 +174,7 @@ class CheckpointReader:
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpointError(f"checkpoint {self.directory}: {piece.file} cannot be read ({error})") from None
         if _crc(tensor) != piece.crc:
-            raise DamagedCheckpointError(f"checkpoint {self.directory}: {piece.file} is damaged, {name} is not what was written")
+            raise DamagedCheckpointError(f"checkpoint {self.directory}: {piece.file}: {name} is not what was written")
         return tensor
 
     def _read_indices(self) -> dict[tuple[str, str], list[Piece]]:

@@ -145,7 +145,8 @@ def checkpoints(
     entries = kept.list_checkpoints(run_dir, verify)
     print("\n".join(kept.table(entries)) if entries else f"{run_dir.name} has no checkpoint yet")
     if num_damaged := sum(entry.fault is not None for entry in entries):
-        raise FailedError(f"{num_damaged} of {len(entries)} checkpoints of {run_dir.name} cannot be used; --prune deletes them")
+        what = f"{num_damaged} of {len(entries)} checkpoints of {run_dir.name}"
+        raise FailedError(f"{what} cannot be used; `--verify --prune N` deletes them")
 
 
 @app.command()

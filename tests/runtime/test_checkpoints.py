@@ -66,7 +66,7 @@ def test_a_list_tells_what_can_be_used(run_dir):
 def test_verifying_finds_a_flipped_bit(run_dir):
     found = {int(entry.path.name[-1]): entry.fault for entry in list_checkpoints(run_dir, verify=True)}
     assert found[1] is None and found[2] is None
-    assert found[3] == "weights-00000-of-00001.safetensors is damaged, w is not what was written"
+    assert found[3] == "weights-00000-of-00001.safetensors: w is not what was written"
 
 
 @pytest.mark.parametrize(
