@@ -56,12 +56,12 @@ def lm_conclusion(rows: list[Row]) -> str:
 def service_conclusion(rows: list[Row]) -> str:
     """Say what the rows of service.json show."""
     by_note = {row["note"]: row for row in rows}
-    later, now = by_note["asynchronous save"], by_note["synchronous save"]
-    ratio = by_note["Trainer, Ray and MLflow, a save in the background"]["ratio"]
+    later, ratio = by_note["asynchronous save"], by_note["Trainer, Ray and MLflow, a save in the background"]["ratio"]
     return (
         f"The loop that users run, with Ray, MLflow, progress and metrics of every step, keeps {ratio:.1%} of the speed of the "
-        f"engine alone. An asynchronous save stops training for {later['blocked_s']:.1f} s instead of {now['blocked_s']:.1f} s; "
-        f"the first of a run, which takes its memory, for {later['first_blocked_s']:.1f} s."
+        f"engine alone. An asynchronous save stops training for {later['blocked_s']:.1f} s; the first of a run, which takes its "
+        f"memory, for {later['first_blocked_s']:.1f} s. It is durable after {later['durable_s']:.0f} s, at {later['ratio']:.0%} of "
+        f"the rate of the disk."
     )
 
 
