@@ -60,8 +60,8 @@ def service_conclusion(rows: list[Row]) -> str:
     return (
         f"The loop that users run, with Ray, MLflow, progress and metrics of every step, keeps {ratio:.1%} of the speed of the "
         f"engine alone. An asynchronous save stops training for {later['blocked_s']:.1f} s; the first of a run, which takes its "
-        f"memory, for {later['first_blocked_s']:.1f} s. It is durable after {later['durable_s']:.0f} s, at {later['ratio']:.0%} of "
-        f"the rate of the disk."
+        f"memory, for {later['first_blocked_s']:.1f} s. It is durable after {later['durable_s']:.0f} s, at "
+        f"{later['ratio']:.0%} of the rate of the disk."
     )
 
 
@@ -75,7 +75,7 @@ def table(rows: list[Row]) -> str:
     """Return the rows as a Markdown table."""
     keys = [key for key in COLUMNS if any(key in row for row in rows)]
     lines = ["| " + " | ".join(COLUMNS[key] for key in keys) + " |", "| " + " | ".join("---" for _ in keys) + " |"]
-    lines += ["| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows]
+    lines += ["| " + " | ".join(_cell(key, row.get(key)) for key in keys) + " |" for row in rows]
     return "\n".join(lines)
 
 
@@ -107,11 +107,11 @@ def render() -> str:
     return "\n\n".join([intro, *map(section, records)]) + "\n"
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float) and 0 < value < 1:
+def _cell(key: str, value: object) -> str:
+    if isinstance(value, float) and key in ("ratio", "share_of_matrix_rate"):
         return f"{value:.1%}"
-    if isinstance(value, int):
-        return f"{value:,}"
+    if isinstance(value, int | float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
     return "" if value is None else str(value)
 
 
