@@ -128,7 +128,7 @@ class ResourcesConfig(Section):
         default=0, ge=0, description="seconds to wait for nodes that an autoscaler starts; 0 refuses what is not there at once"
     )
     collective_timeout_s: float = Field(default=600, gt=0, description="seconds after which ranks stop waiting for a lost one")
-    max_failures: int = Field(default=3, ge=0, description="restarts from the last checkpoint after a lost worker")
+    max_failures: int = Field(default=3, ge=0, description="restarts from the last checkpoint after a lost worker or controller")
 
 
 class HardwareConfig(Section):

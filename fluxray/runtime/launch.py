@@ -64,6 +64,7 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
     """
     check_available(config)
     run = prepare(config, label)
+    print("preparing data, tokenizer and model", flush=True)
     steps.preflight(run.config, run.home.cache)
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(run.config.resources)
@@ -84,7 +85,7 @@ def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluatio
     config = from_yaml(run_dir / CONFIG_FILE)
     check_available(config)
     if not committed_checkpoints(run_dir):
-        raise CheckpointError(f"run: {run_dir.name} has no checkpoint yet; train it to checkpoint.every_steps first")
+        raise CheckpointError(f"RUN: {run_dir.name} has no checkpoint yet; train it to checkpoint.every_steps first")
     scratch = run_dir / ".evaluation"
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(config.resources)
@@ -102,7 +103,7 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
     again = f"the same command with name={name} goes on from its last checkpoint" if assignment.tracking else "try again"
 
     def request_stop() -> None:
-        print("stopping: the step is finished and saved (once more to stop at once)", flush=True)
+        print("stopping: finishing this step and saving it; once more stops at once, without saving", flush=True)
         board.request_stop.remote()
 
     os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(config.resources.collective_timeout_s)
@@ -126,7 +127,8 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
 def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> dict[str, Any]:
     """Return what rank 0's `work` returns. A controller that dies is started anew, and goes on from the last commit."""
     config = assignment.config
-    for attempt in range(CONTROLLER_FAILURES + 1):
+    num_deaths = 0
+    while True:
         trainer = TorchTrainer(
             work,
             train_loop_config={"assignment": assignment},
@@ -147,10 +149,10 @@ def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) 
         try:
             return cast(dict[str, Any], trainer.fit().return_value)
         except ActorDiedError:
-            if attempt == CONTROLLER_FAILURES:
+            num_deaths += 1
+            if num_deaths > config.resources.max_failures:
                 raise
             print("Ray's controller of the run died: starting another", flush=True)
-    raise AssertionError("unreachable")
 
 
 def scaling(config: TrainConfig) -> ScalingConfig:
