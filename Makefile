@@ -1,13 +1,14 @@
 # Needs Python 3.11 or newer and nothing else; everything is installed into .venv. pip's own variables (PIP_CONSTRAINT, ...) apply.
 #   make train   trains a small model on real English on the CPU; more words of the configuration: make train ARGS='train.num_steps=50'
 #   make test    runs the tests
+#   make drill   kills parts of a training at random for the better part of an hour, and compares it with an undisturbed one
 #   make check   runs the linters, the type checker, the import rules, the checks of documents and deployment files
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: train test check clean
+.PHONY: train test check drill clean
 
 train: .venv/installed
 	$(BIN)/python jobs/train.py --profile cpu --model lm-tiny $(ARGS)
@@ -21,6 +22,10 @@ check: .venv/installed-dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_docs.py tests/deploy
+
+drill: .venv/installed
+	$(BIN)/python benchmarks/drill.py $(ARGS)
+	$(BIN)/python benchmarks/render.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
