@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and docs/reliability.md, never typed by hand, from benchmarks/results/: `python benchmarks/render.py`."""
+"""Write docs/benchmarks.md and docs/reliability.md, never typed by hand, from benchmarks/results/."""
 
 import json
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def drill_conclusion(rows: list[Row]) -> str:
     kinds = ", ".join(f"{row['note']}: {row['num_faults']}" for row in rows if row is not whole)
     return (
         f"One training with FSDP2 was hit by {whole['num_faults']} SIGKILLs at seeded random steps ({kinds}) and ended as the "
-        f"undisturbed one: the losses of all {whole['num_steps']} steps and every byte of weights and optimizer states are equal, "
+        f"undisturbed one: the losses of all {whole['num_steps']} steps and all bytes of weights and optimizer states are equal, "
         "MLflow has each step once, the run never went back behind its last commit, and no process or resource claim was "
         "left. Most of the time to the next step is the start of new processes and their imports."
     )
