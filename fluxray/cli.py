@@ -17,7 +17,7 @@ USER_FAULT, FAILURE, STOPPED = 2, 1, 130
 
 app = typer.Typer(
     name="fluxray",
-    help="Trains large Flux models, every parameter of them, on one 48 GB card or a group of GPUs, as a service on Ray.",
+    help="Trains large Flux models, every parameter of them, as a service on a Ray cluster.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -27,7 +27,7 @@ Profile = Annotated[str | None, typer.Option(help="Hardware shape: cpu, a6000, f
 Model = Annotated[
     str | None, typer.Option(help="Preset (lm-tiny, flux2-seed, neox-20b), path:DIR or hf:NAME.", show_default=False)
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Configuration keys.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys.", show_default=False)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
 Storage = Annotated[str | None, typer.Option(help="Folder of the runs; default: $FLUXRAY_HOME, ~/.fluxray.", show_default=False)]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray and the workers print.")]
@@ -180,6 +180,7 @@ def ui(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 the user's fault, 130 stopped (resumable)."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it tries again is said in the end
     usage_error: Any = typer.BadParameter.__base__
     try:
         code = app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)

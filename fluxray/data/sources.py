@@ -253,7 +253,7 @@ def _matching_files(pattern: str, config_key: str) -> list[Path]:
         files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
     if not files:
         fault = "holds no files" if path.is_dir() else "matches no file" if glob.has_magic(pattern) else "does not exist"
-        raise DataError(f"{config_key}: path:{pattern}: {fault}; check the path {path}")
+        raise DataError(f"{config_key}: path:{path}: {fault}; check the path")
     for file in files:
         if file.stat().st_size == 0:
             raise DataError(f"{config_key}: {file}: is empty; put text into it or leave it out")

@@ -31,10 +31,14 @@ class TextData:
     def summary(self) -> str:
         """Return one line for the log."""
         parts = ", ".join(
-            f"{name} {rows.num_documents:,} documents, {rows.num_tokens:,} tokens, {len(rows):,} rows"
+            f"{name} {_count(rows.num_documents, 'document')}, {_count(rows.num_tokens, 'token')}, {_count(len(rows), 'row')}"
             for name, rows in (("training", self.train), ("held out", self.evaluation))
         )
         return f"{parts}; tokenizer of {self.num_tokenizer_entries:,} entries"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else noun + 's'}"
 
 
 def prepare_text(config: DataConfig, cache: Path, default_tokenizer: str | None, vocab_size: int | None) -> TextData:

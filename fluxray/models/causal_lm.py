@@ -195,9 +195,8 @@ def _published_config(reference: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(name, use_cache=False)
     except Exception as error:  # noqa: BLE001 - whatever the library and its file readers raise
-        raise ConfigError(
-            f"model.weights: {reference!r} has no readable config.json ({one_line(error)}); check the name"
-        ) from None
+        remedy = "check the name and the network" if reference.startswith("hf:") else "name the folder of a published model"
+        raise ConfigError(f"model.weights: {reference!r} has no readable config.json ({one_line(error)}); {remedy}") from None
 
 
 def _check_agrees(config: PretrainedConfig, model: ModelConfig) -> None:

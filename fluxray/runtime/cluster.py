@@ -4,6 +4,7 @@ import difflib
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ FREE_TIMEOUT_S = 10.0
 """How long resources that an ended run still holds may take to come back."""
 
 POLL_S = 2.0
+CONNECT_TIMEOUT_S = 5.0
+"""Ray itself goes on for many minutes trying to reach a cluster that is not there."""
+
 GRAIN = 1e-4
 """Ray counts resources in steps of this size."""
 
@@ -48,6 +52,7 @@ def session(verbose: bool) -> Iterator[int | None]:
         yield None
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
+    _check_address(address)
     with _importable_in_workers():
         try:
             ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
@@ -57,6 +62,25 @@ def session(verbose: bool) -> Iterator[int | None]:
         yield len(os.sched_getaffinity(0)) if address == "local" else None
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise PlanError for the job server's address and for one where nothing answers."""
+    if address.startswith(("http://", "https://")):
+        raise PlanError(
+            "RAY_ADDRESS: an http address is the job server's; submit the run with `ray job submit -- python jobs/train.py ...`, "
+            "set the cluster's own address, such as head-node:6379, or unset it to run here"
+        )
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise PlanError(
+            f"RAY_ADDRESS: {address!r} does not answer ({_first_line(error)}); start that cluster, correct the address, "
+            f"or unset it to run here"
+        ) from None
 
 
 def check_resources(asked: ResourcesConfig) -> None:

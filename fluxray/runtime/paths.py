@@ -77,7 +77,7 @@ def find_run(name_or_path: str, where: Home) -> Path:
         hint = f"did you mean {' or '.join(close)}?"
     else:
         hint = f"there are {', '.join(names[-5:])}" if names else "there is no run yet; `fluxray train` makes one"
-    raise ConfigError(f"run: {name_or_path!r} is neither a run in {where.runs} nor the folder of one; {hint}")
+    raise ConfigError(f"RUN: {name_or_path!r} is neither a run in {where.runs} nor the folder of one; {hint}")
 
 
 def registered_checkpoints(run_dir: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """From a resolved configuration to a run: its name, its folder, what it may change when it is resumed."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from fluxray.config.load import flatten, from_yaml, to_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.data.sources import absolute_reference, absolute_sources
 from fluxray.errors import ConfigError
-from fluxray.runtime.paths import CONFIG_FILE, Home, home, new_run_name, write_text
+from fluxray.runtime.paths import CONFIG_FILE, Home, committed_checkpoints, home, new_run_name, write_text
 
 CHANGEABLE = (
     "train.num_steps",
@@ -53,12 +54,21 @@ def prepare(config: TrainConfig, label: str) -> Run:
     resumed = None
     if (run_dir / CONFIG_FILE).exists():
         resumed = changed_keys(from_yaml(run_dir / CONFIG_FILE), config)
+        _check_length(config, run_dir)
     return Run(config, where, run_dir, resumed)
 
 
 def save_config(run: Run) -> None:
     """Write the run's config.yaml."""
     write_text(run.run_dir / CONFIG_FILE, to_yaml(run.config))
+
+
+def _check_length(config: TrainConfig, run_dir: Path) -> None:
+    newest = next(iter(committed_checkpoints(run_dir)), None)
+    if newest is not None and int(newest.name.rpartition("_")[2]) > config.train.num_steps:
+        raise ConfigError(
+            f"train.num_steps: {config.train.num_steps}, but {newest.name} is further; raise it, or set another name"
+        )
 
 
 def changed_keys(old: TrainConfig, new: TrainConfig) -> dict[str, Any]:
@@ -68,7 +78,7 @@ def changed_keys(old: TrainConfig, new: TrainConfig) -> dict[str, Any]:
     for key in changed:
         if key not in BATCH_KEYS and not any(key == free or (free[-1] == "." and key.startswith(free)) for free in CHANGEABLE):
             raise ConfigError(
-                f"{key}: {after.get(key)!r}, but run {new.name} was started with {before.get(key)!r}; "
+                f"{key}: {_shown(after.get(key))}, but run {new.name} was started with {_shown(before.get(key))}; "
                 f"set it back to go on with that run, or set another name"
             )
     if old.global_batch_size != new.global_batch_size:
@@ -78,6 +88,13 @@ def changed_keys(old: TrainConfig, new: TrainConfig) -> dict[str, Any]:
             f"or set another name"
         )
     return changed
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it would be written on the command line."""
+    if isinstance(value, tuple) and len(value) == 1:
+        value = value[0]
+    return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:

@@ -126,7 +126,7 @@ class Display:
                 last = self._stop.wait(POLL_S)
                 _, notices = self._poll()
                 for notice in notices:
-                    console.print(notice, markup=False, highlight=False)
+                    console.print(notice, markup=False, highlight=False, soft_wrap=True)
                 bar.update(task, completed=max(self._progress.step, 0), description=self._progress.line())
                 if last:
                     return

@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 STOPPED = 130
 
+SPEAKER_S = 10.0
+"""How long the others wait when rank 0 has a fault to tell: torchrun ends every rank as soon as one has ended."""
+
 
 def main(words: Sequence[str]) -> int:
     """Train as one of torchrun's processes; return the exit code: 0, 2 for the user's fault, 130 if stopped."""
@@ -44,24 +47,28 @@ def main(words: Sequence[str]) -> int:
     try:
         config = _configured(arguments.profile, arguments.model, arguments.overrides)
         dist.init_process_group("nccl" if config.resources.gpu > 0 else "gloo")
-        summary = _train(config, arguments.model or "run", rank)
+        name, summary = _train(config, arguments.model or "run", rank)
     except FluxrayError as error:
         if rank == 0:
             print(f"fluxray: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SPEAKER_S)
         return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     if rank == 0:
-        print(_ending(summary), flush=True)
+        print(_ending(name, summary), flush=True)
         print(f"checkpoint {summary.checkpoint or 'none'}", flush=True)
     return 0 if summary.step == config.train.num_steps else STOPPED
 
 
-def _ending(summary: RunSummary) -> str:
+def _ending(name: str, summary: RunSummary) -> str:
     if summary.eval_loss is None:
-        return f"stopped at step {summary.step}; the same command with the run's name goes on"
-    return f"finished at step {summary.step}: held-out loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}"
+        return f"run {name} was stopped at step {summary.step} and saved; the same command with name={name} goes on"
+    return (
+        f"run {name} finished at step {summary.step}: held-out loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}"
+    )
 
 
 def _configured(profile: str | None, model: str | None, overrides: Sequence[str]) -> TrainConfig:
@@ -78,7 +85,7 @@ def _configured(profile: str | None, model: str | None, overrides: Sequence[str]
     return config
 
 
-def _train(config: TrainConfig, label: str, rank: int) -> RunSummary:
+def _train(config: TrainConfig, label: str, rank: int) -> tuple[str, RunSummary]:
     run, target = _from_rank_0(rank, lambda: _start(config, label))
     writer = tracking.MetricWriter(target, _say) if rank == 0 else None
     status: tracking.Status = "FAILED"
@@ -98,7 +105,7 @@ def _train(config: TrainConfig, label: str, rank: int) -> RunSummary:
     try:
         summary = run_worker(run.config, context)
         status = "FINISHED" if summary.step == config.train.num_steps else "KILLED"
-        return summary
+        return run.name, summary
     finally:
         if writer is not None:
             writer.close()
@@ -146,8 +153,8 @@ def _reporter(run: Run, writer: tracking.MetricWriter | None) -> Callable[[Repor
         if writer is None:
             return
         writer.log(item.step, item.metrics)
-        progress.update(Snapshot(item.step, item.metrics, ()), time.monotonic())
-        if "perf/tokens_per_s" in item.metrics:
+        if "perf/tokens_per_s" in item.metrics:  # the last of some steps that are reported together
+            progress.update(Snapshot(item.step, item.metrics, ()), time.monotonic())
             _say(progress.line())
         if item.checkpoint is not None:
             item.checkpoint.wait()

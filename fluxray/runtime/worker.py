@@ -96,7 +96,7 @@ def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     parts = build_parts(config, context)
     reader = _load_newest(parts, context)
     if reader is None:
-        raise CheckpointError(f"run: {context.run_dir.name} has no checkpoint yet; train it first")
+        raise CheckpointError(f"RUN: {context.run_dir.name} has no checkpoint yet; train it first")
     loss = evaluate(parts.engine, parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows))
     return RunSummary(reader.state.step, None, loss, perplexity(loss), str(reader.directory))
 

@@ -106,3 +106,18 @@ def test_nodes_that_an_autoscaler_may_start_are_asked_for_and_awaited(monkeypatc
     selectors = [{"pool": "group"}] * 8
     assert requests == [{"bundles": [{"CPU": 4, "GPU": 1}] * 8, "bundle_label_selectors": selectors}, {"bundles": []}]
     assert "waiting up to 5 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://head-node:8265", r"^RAY_ADDRESS: an http address is the job server's; submit .*head-node:6379, or unset it"),
+        ("127.0.0.1:9", r"^RAY_ADDRESS: '127\.0\.0\.1:9' does not answer \(.*refused\); start that cluster"),
+        ("ray://127.0.0.1:9", "does not answer"),
+        ("127.0.0.1:99999", "does not answer"),
+    ],
+)
+def test_an_address_where_no_cluster_answers_is_refused_at_once(address, message, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(PlanError, match=message), cluster.session(verbose=False):
+        pass

@@ -48,3 +48,20 @@ def test_the_global_batch_may_be_cut_anew_but_not_resized(tmp_path):
     }
     with pytest.raises(ConfigError, match="global batch of 16 rows on 2 workers, but run r was started with 8"):
         changed_keys(old, config(tmp_path, **{"resources.num_workers": 2}))
+
+
+def test_a_run_is_not_resumed_to_a_step_before_its_newest_checkpoint(tmp_path, monkeypatch):
+    run = prepare(config(tmp_path), "r")
+    save_config(run)
+    monkeypatch.setattr("fluxray.runtime.prepare.committed_checkpoints", lambda _: [run.run_dir / "step_00000200"])
+    assert prepare(config(tmp_path, **{"train.num_steps": 200}), "r").resumed == {}
+    with pytest.raises(
+        ConfigError, match=r"^train\.num_steps: 100, but step_00000200 is further; raise it, or set another name$"
+    ):
+        prepare(config(tmp_path, **{"train.num_steps": 100}), "r")
+
+
+def test_values_are_named_as_they_are_written_on_the_command_line(tmp_path):
+    save_config(prepare(config(tmp_path), "r"))
+    with pytest.raises(ConfigError, match=r"^data\.source: 'path:/a', but run r was started with 'builtin:topics'; "):
+        prepare(config(tmp_path, **{"data.source": "path:/a"}), "r")
