@@ -207,14 +207,17 @@ def _writing(final: Path, action: Callable[[], None]) -> None:
     try:
         action()
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        told = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: I/O error: ")
+        reason = told.partition(" (os error")[0]
         raise CheckpointError(
             f"storage: {final} cannot be written ({reason}); free space there or name another storage"
         ) from None
 
 
 def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Make the folder anew; what interrupted saves have left goes first, since it may be what fills the disk."""
+    for left in folder.parent.glob(f"{PREFIX}*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
