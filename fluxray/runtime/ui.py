@@ -15,6 +15,9 @@ from fluxray.runtime.outcome import FailedError
 from fluxray.runtime.paths import Home
 
 HOST = "127.0.0.1"
+
+TRAINING_PAGES = "#/experiments?workflowType=machine_learning"
+"""MLflow's pages for training runs; its default is those for applications of language models."""
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 5.0
 
@@ -32,7 +35,7 @@ def serve(where: Home, port: int) -> None:
     server = _start(where, port, log)
     try:
         _wait_until_up(server, port, log)
-        print(f"MLflow on the runs of {where.root}: http://{HOST}:{port} (Ctrl-C ends it)", flush=True)
+        print(f"MLflow on the runs of {where.root}: http://{HOST}:{port}/{TRAINING_PAGES} (Ctrl-C ends it)", flush=True)
         server.wait()
         raise FailedError(f"the MLflow server ended by itself; its log is {log}")
     except KeyboardInterrupt:

@@ -74,7 +74,7 @@ def run_page(tmp_path: Path) -> str:
     assert finish_run(target, "FINISHED", run_dir) is None
     assert complaints == []
     (run,) = MlflowClient(target.uri).search_runs(["1"])
-    return f"#/experiments/1/runs/{run.info.run_id}/model-metrics"
+    return f"#/experiments/1/runs/{run.info.run_id}/model-metrics?workflowType=machine_learning"
 
 
 def test_the_ui_draws_the_loss_of_a_run(run_page: str, ui: str, browse):
