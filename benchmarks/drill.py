@@ -5,7 +5,7 @@
 Trains a small model with FSDP2 over gloo on two Ray nodes of this machine, kills one of worker, driver, controller and second
 node at a time with SIGKILL, at seeded random steps, and lets the run go on. Then it must have ended as an undisturbed run of
 the same shape: every step's loss and every byte of weights and optimizer states equal, every step once in MLflow, nothing left
-running, every resource given back. Writes `drill.json`.
+running, every resource given back. Writes `drill.json`, for other than 2 workers `drill-N-workers.json`.
 """
 
 import argparse
@@ -126,18 +126,22 @@ class Drill:
             self.cluster.remove_node(self.second, allow_graceful=False)
             self.second = self.cluster.add_node(num_cpus=self.cpus)
         else:
-            title = {"worker": "ray::RayTrainWorker", "controller": "ray::TrainController"}[kind]
-            victims = processes(title)
-            os.kill(random.choice(victims), signal.SIGKILL)
+            os.kill(random.choice(self.processes(kind)), signal.SIGKILL)
+
+    def processes(self, kind: str) -> list[int]:
+        """Return the ids of the workers' or controllers' processes of this cluster, whose parents may be gone."""
+        title = {"worker": "ray::RayTrainWorker", "controller": "ray::TrainController"}[kind]
+        return processes(title, self.cluster.head_node.get_session_dir_path())
 
 
-def processes(title: str) -> list[int]:
-    """Return the process ids whose command line begins with `title`."""
+def processes(title: str, session_dir: str) -> list[int]:
+    """Return the ids of the processes whose command line begins with `title` and which write into this Ray session's logs."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if path.read_bytes().decode(errors="replace").startswith(title):
-                found.append(int(path.parent.name))
+            titled = (path / "cmdline").read_bytes().decode(errors="replace").startswith(title)
+            if titled and os.readlink(path / "fd" / "1").startswith(session_dir):
+                found.append(int(path.name))
         except OSError:
             continue
     return found
@@ -158,7 +162,7 @@ def disturb(drill: Drill, fault_at: list[tuple[int, str]]) -> list[Fault]:
     drill.start()
     for step, kind in fault_at:
         wait_until(lambda step=step: drill.newest() >= step, f"step {step}", drill.driver)
-        wait_until(lambda kind=kind: kind not in ("worker", "controller") or bool(processes(_title(kind))), kind)
+        wait_until(lambda kind=kind: kind not in ("worker", "controller") or bool(drill.processes(kind)), kind)
         num_resumes = len(drill.resumes())
         fault = Fault(kind, drill.newest(), drill.committed())
         killed_at = time.time()
@@ -172,10 +176,6 @@ def disturb(drill: Drill, fault_at: list[tuple[int, str]]) -> list[Fault]:
     wait_until(lambda: drill.driver is not None and drill.driver.poll() is not None, "the end of the run")
     assert drill.driver is not None and drill.driver.returncode == 0, (drill.home / f"{drill.name}.log").read_text()[-3000:]
     return faults
-
-
-def _title(kind: str) -> str:
-    return {"worker": "ray::RayTrainWorker", "controller": "ray::TrainController"}[kind]
 
 
 def _later(drill: Drill, since: float) -> bool:
@@ -195,7 +195,7 @@ def check(drill: Drill, reference: Drill, num_steps: int, faults: list[Fault]) -
             assert torch.equal(*(reader.read(section, name) for reader in readers)), f"{section} of {name} differs"
     for fault in faults:
         assert fault.resumed >= fault.committed, f"went back behind the last commit: {fault}"
-    wait_until(lambda: not processes("ray::RayTrainWorker") and not processes("ray::TrainController"), "the end of all workers")
+    wait_until(lambda: not drill.processes("worker") and not drill.processes("controller"), "the end of all workers")
     wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"), "all CPUs given back")
 
 
@@ -258,7 +258,8 @@ def main() -> None:
     row = {"note": "whole run, equal to the undisturbed one", "num_faults": len(faults), "num_workers": arguments.workers}
     rows.append({**row, "num_steps": num_steps, "seconds": disturbed_s, "undisturbed_s": undisturbed_s})
     rounded = [{key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
-    common.write("drill", rounded, arguments.out or common.RESULTS)
+    name = "drill" if arguments.workers == 2 else f"drill-{arguments.workers}-workers"
+    common.write(name, rounded, arguments.out or common.RESULTS)
 
 
 if __name__ == "__main__":

@@ -74,12 +74,12 @@ def service_conclusion(rows: list[Row]) -> str:
 
 
 def drill_conclusion(rows: list[Row]) -> str:
-    """Say what the rows of drill.json show."""
+    """Say what the rows of drill.json, or of the drill with more workers, show."""
     whole = next(row for row in rows if "undisturbed_s" in row)
     kinds = ", ".join(f"{row['note']}: {row['num_faults']}" for row in rows if row is not whole)
     return (
-        f"One training with FSDP2 was hit by {whole['num_faults']} SIGKILLs at seeded random steps ({kinds}) and ended as the "
-        f"undisturbed one: the losses of all {whole['num_steps']} steps and all bytes of weights and optimizer states are equal, "
+        f"One training with FSDP2 over {whole['num_workers']} workers was hit by {whole['num_faults']} SIGKILLs at seeded random steps ({kinds}) and "
+        f"ended as the undisturbed one: the losses of all {whole['num_steps']} steps and all bytes of weights and optimizer states are equal, "
         "MLflow has each step once, the run never went back behind its last commit, and no process or resource claim was "
         "left. Most of the time to the next step is the start of new processes and their imports."
     )
@@ -88,6 +88,7 @@ def drill_conclusion(rows: list[Row]) -> str:
 CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "service": ("What Ray, MLflow and saving cost: flux2-seed on one GPU", service_conclusion),
     "drill": ("Kills at random steps", drill_conclusion),
+    "drill-8-workers": ("Kills at random steps, 8 workers", drill_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
 }
 
@@ -132,7 +133,7 @@ INTROS = {
 }
 """The documents and how each begins."""
 
-RELIABILITY = ("drill",)
+RELIABILITY = ("drill", "drill-8-workers")
 """Results that belong into reliability.md; the others are benchmarks."""
 
 
