@@ -118,7 +118,7 @@ def quantise(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
     Each block of 256 is divided by its largest magnitude and gets the nearest codes.
     """
-    blocks = values.reshape(*values.shape[:-1], -1, QUANT_BLOCK)
+    blocks = values.reshape(*values.shape[:-1], values.shape[-1] // QUANT_BLOCK, QUANT_BLOCK)
     absmax = blocks.abs().amax(-1)
     scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST_ABSMAX)).unsqueeze(-1)
     codes = torch.bucketize(scaled.clamp_(-1, 1), code_bounds(signed, values.device), out_int32=True)
