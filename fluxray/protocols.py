@@ -206,6 +206,7 @@ class StateItem(NamedTuple):
 
     `section` is `weights`, `exp_avg`, `exp_avg_sq` or `step`; `name` the library's parameter name; `shape` the whole tensor's;
     `offset` the first row (dimension 0) of this piece, or None if the piece is the whole tensor, which then every rank holds.
+    Section `clip` belongs to no parameter.
     """
 
     section: str

@@ -48,7 +48,6 @@ def check_available(config: TrainConfig) -> None:
         "engine.kind": (config.engine.kind, "sharded"),
         "optim.kind": (config.optim.kind, "adamw"),
         "optim.master": (config.optim.master, "fp32"),
-        "clip.mode": (config.clip.mode, "exact"),
     }
     for key, (value, available) in wanted.items():
         if value != available:

@@ -88,9 +88,12 @@ class OptimConfig(Section):
 
 
 class ClipConfig(Section):
-    """Clipping of the global gradient norm."""
+    """Clipping of gradients by their norm."""
 
-    mode: Literal["exact", "previous", "block"] = "exact"
+    mode: Literal["exact", "previous", "block"] = Field(
+        default="exact",
+        description="by the norm of: the whole gradient; an average of the steps before, each block at most; each block alone",
+    )
     max_norm: float = Field(default=1.0, gt=0)
 
 

@@ -8,12 +8,13 @@ A unit is what is clipped together: the parameters of one block, or one paramete
 * `block`: each unit is scaled by its own norm alone.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fluxray.protocols import BlockStack
+from fluxray.protocols import BlockStack, StateItem, StateReader
 
 ClipMode = Literal["exact", "previous", "block"]
 
@@ -46,6 +47,17 @@ class Clip:
         """Take the norm of a finished step into the average; one that is not finite is left out."""
         average = torch.where(self.average > 0, DECAY * self.average + (1 - DECAY) * norm, norm)
         self.average.copy_(torch.where(torch.isfinite(norm), average, self.average))
+
+    def state_items(self) -> Iterator[StateItem]:
+        """Yield what a resumed run must know: the average of `previous`, nothing in the other modes."""
+        if self.mode == "previous":
+            yield StateItem("clip", "average", (), None, self.average)
+
+    def load_items(self, reader: StateReader) -> None:
+        """Take the saved average; one that was not saved starts anew."""
+        self.average.zero_()
+        if self.mode == "previous" and "clip" in reader.sections("average"):
+            self.average.copy_(reader.read("clip", "average", 0, None))
 
     def _scale(self, norm: Tensor) -> Tensor:
         return (self._max_norm / (norm + EPSILON)).clamp(max=1.0)

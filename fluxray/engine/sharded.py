@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fluxray.engine.clip import Clip, clip_units
+from fluxray.engine.gradients import Gradients
 from fluxray.engine.masters import Masters
 from fluxray.engine.parallelize import Precision, fsdp_modules
 from fluxray.engine.state import check_same_model
@@ -21,7 +23,7 @@ class ShardedEngine:
     """One optimizer step on a stack that `parallelize` has prepared (see `protocols.Engine`).
 
     The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks
-    nor on the split into micro-batches. Clipping is exact: by the norm of the whole gradient.
+    nor on the split into micro-batches. It is clipped by the norms of whole units or of the whole gradient, all ranks included.
     """
 
     def __init__(
@@ -30,14 +32,15 @@ class ShardedEngine:
         loss_fn: LossFn,
         masters: Masters,
         optimizer: torch.optim.Optimizer,
-        max_norm: float,
+        clip: Clip,
         runtime: "Runtime",
     ):
         self._stack = stack
         self._loss_fn = loss_fn
         self._masters = masters
         self._optimizer = optimizer
-        self._max_norm = max_norm
+        self._clip = clip
+        self._gradients = Gradients(masters.named, clip_units(stack), clip, runtime.sum_over_ranks)
         self._runtime = runtime
         self._sharded = fsdp_modules(stack)
 
@@ -52,7 +55,8 @@ class ShardedEngine:
                 output = self._stack(batch.to(self._runtime.device), self._loss_fn)
             (output.sum / divisor).backward()
             loss_sum += output.sum.detach()
-        grad_norm = self._clip()
+        grad_norm = self._gradients.clip()
+        self._clip.finish(grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -74,7 +78,7 @@ class ShardedEngine:
         """Nothing is ever pending here."""
 
     def state_items(self) -> Iterator[StateItem]:
-        """Yield this rank's rows of weights and moments, and each parameter's step count."""
+        """Yield this rank's rows of weights and moments, each parameter's step count, and what clipping remembers."""
         for name, parameter in self._masters.named.items():
             yield self._item("weights", name, parameter.detach())
             state = self._optimizer.state.get(parameter, {})
@@ -83,6 +87,7 @@ class ShardedEngine:
                     yield self._item(section, name, state[section])
             if "step" in state:
                 yield StateItem("step", name, (), None, state["step"])
+        yield from self._clip.state_items()
 
     @torch.no_grad()
     def load_items(self, reader: StateReader) -> None:
@@ -100,13 +105,8 @@ class ShardedEngine:
                 state[section] = torch.zeros_like(parameter)
                 self._restore(reader, section, name, state[section])
             self._optimizer.state[parameter] = state
+        self._clip.load_items(reader)
         self._masters.publish()
-
-    def _clip(self) -> Tensor:
-        """Scale the gradient down to `max_norm` and return its norm before that (fp32 scalar, no synchronisation)."""
-        parameters = [p for p in self._masters.named.values() if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, self._max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @torch.no_grad()
     def _infer(self, batch: Batch, loss_fn: Any) -> Any:
@@ -150,7 +150,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._amp)
 
     def sum_over_ranks(self, value: float | Tensor) -> Tensor:
-        """Return the sum of a scalar over the ranks as an fp32 scalar on the device; the host does not wait for it."""
+        """Return the sum over the ranks in fp32, on the device and in the shape of `value`; the host does not wait for it."""
         if isinstance(value, Tensor):
             total = value.to(torch.float32, copy=True)
         else:

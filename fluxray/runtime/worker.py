@@ -17,6 +17,7 @@ from fluxray import checkpoint
 from fluxray.config.schema import TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.text import TextData, prepare_text
+from fluxray.engine.clip import Clip
 from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.errors import CheckpointError, ConfigError
@@ -142,7 +143,8 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     masters = parallelize(stack, techniques, device, mesh)
     optimizer = build_adamw(masters.named, config.optim)
     runtime = Runtime(device, techniques.precision, mesh)
-    engine = ShardedEngine(stack, task.loss_fn, masters, optimizer, config.clip.max_norm, runtime)
+    clip = Clip(config.clip.mode, config.clip.max_norm, device)
+    engine = ShardedEngine(stack, task.loss_fn, masters, optimizer, clip, runtime)
     loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = config.hardware.tflops or measure_matrix_tflops(device, dtype)

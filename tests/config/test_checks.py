@@ -36,7 +36,6 @@ NOT_YET = {
     ("engine.kind=stream",): "engine.kind: 'stream' is not available in this version; set engine.kind=sharded",
     ("optim.kind=adam8bit",): "optim.kind: 'adam8bit' is not available in this version; set optim.kind=adamw",
     ("optim.master=split24",): "optim.master: 'split24' is not available in this version; set optim.master=fp32",
-    ("clip.mode=block",): "clip.mode: 'block' is not available in this version; set clip.mode=exact",
     ("precision=amp-fp16",): "precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16",
 }
 
@@ -59,6 +58,11 @@ def test_what_this_version_cannot_run_resolves_and_is_refused_at_start(words, me
     with pytest.raises(ConfigError) as refused:
         check_available(resolve(overrides=words))
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("words", ["clip.mode=previous", "clip.mode=block"])
+def test_the_sharded_engine_has_every_way_to_clip(words):
+    check_available(resolve(overrides=[words]))
 
 
 @pytest.mark.parametrize("profile", ["cpu", "fsdp8"])

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fluxray.config.schema import ModelConfig, OptimConfig
+from fluxray.engine.clip import Clip, ClipMode
 from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
@@ -47,6 +48,7 @@ class EngineCase:
     model: ModelConfig
     techniques: Techniques = field(default_factory=lambda: Techniques("fp32"))
     max_norm: float = NO_CLIP
+    clip: ClipMode = "exact"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -61,7 +63,8 @@ def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None) -> ShardedE
     masters = parallelize(stack, case.techniques, case.device, mesh)
     loss_fn = LmTask(0, case.techniques.compile).loss_fn
     runtime = Runtime(case.device, case.techniques.precision, mesh)
-    return ShardedEngine(stack, loss_fn, masters, build_adamw(masters.named, OPTIM), case.max_norm, runtime)
+    clip = Clip(case.clip, case.max_norm, case.device)
+    return ShardedEngine(stack, loss_fn, masters, build_adamw(masters.named, OPTIM), clip, runtime)
 
 
 EngineFactory = Callable[[EngineCase], Engine]

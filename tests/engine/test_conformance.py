@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray import checkpoint
+from fluxray.engine.clip import ClipMode, clip_units
 from fluxray.engine.parallelize import Techniques
 from fluxray.errors import CheckpointError
 from fluxray.protocols import IGNORE_INDEX, Engine, RunState, Schedule, TextBatch
@@ -117,6 +118,25 @@ def test_clipping_is_by_the_true_global_norm(build: EngineFactory) -> None:
         expect_close_values(actual.weights[name], weight, 1e-4, name)
 
 
+def test_every_clip_mode_reports_the_same_norm_and_clips_by_it(build: EngineFactory) -> None:
+    clipped = {mode: build(replace(NEOX, max_norm=0.1, clip=mode)) for mode in ("exact", "previous", "block")}
+    free = build(NEOX)
+    first = [engine.train_step(cut(2, 0), OPTIM.lr).grad_norm for engine in (free, *clipped.values())]
+    assert all(torch.equal(norm, first[0]) for norm in first)
+    gradients, units = section(free, "exp_avg"), clip_units(build_stack(NEOX))
+    for mode in ("previous", "block"):  # nothing is known of earlier steps yet, so both scale each unit by its own norm
+        scaled = section(clipped[mode], "exp_avg")
+        for unit in set(units.values()):
+            names = [name for name, other in units.items() if other == unit]
+            norm = torch.cat([gradients[name].flatten() for name in names]).norm() / (1 - OPTIM.beta1)
+            for name in names:
+                expect_close_values(scaled[name], gradients[name] * (0.1 / norm).clamp(max=1.0), 1e-5, name)
+    clipped["previous"].train_step(cut(2, 1), OPTIM.lr)
+    clipped["block"].train_step(cut(2, 1), OPTIM.lr)
+    by_average, by_block = section(clipped["previous"], "exp_avg"), section(clipped["block"], "exp_avg")
+    assert any(not torch.equal(by_average[name], by_block[name]) for name in by_block)
+
+
 def test_a_zero_weight_micro_batch_changes_nothing(build: EngineFactory) -> None:
     empty = make_batch([0, 1])
     empty = replace(empty, targets=torch.full_like(empty.targets, IGNORE_INDEX), num_valid=0)
@@ -200,6 +220,28 @@ def test_saved_and_loaded_goes_on_bit_for_bit(build: EngineFactory, case: Engine
     resumed.train_step(cut(1, 9), OPTIM.lr)  # leaves moments that loading must replace
     resumed.load_items(checkpoint.CheckpointReader(tmp_path / "step_00000002"))
     expect_equal(train(resumed, num_steps=3, start=2), expected)
+
+
+@pytest.mark.parametrize("saved", ["exact", "previous"])
+def test_the_average_of_norms_is_resumed_and_starts_anew_where_it_was_not_saved(
+    build: EngineFactory, saved: ClipMode, tmp_path: Path
+) -> None:
+    case = replace(NEOX, max_norm=0.1, clip="previous")
+    engine = build(replace(case, clip=saved))
+    train(engine, num_steps=2)
+    _save(engine, tmp_path)
+    uninterrupted = train(engine, num_steps=3, start=2)
+    reader = checkpoint.CheckpointReader(tmp_path / "step_00000002")
+    assert "average" not in reader.names() and ("clip" in reader.sections("average")) == (saved == "previous")
+
+    fresh, used = build(case), build(case)
+    used.train_step(cut(1, 9), OPTIM.lr)  # leaves an average that loading must replace
+    for resumed in (fresh, used):
+        resumed.load_items(reader)
+    trace = train(used, num_steps=3, start=2)
+    expect_equal(train(fresh, num_steps=3, start=2), trace)
+    if saved == "previous":
+        expect_equal(trace, uninterrupted)
 
 
 def test_before_the_first_step_there_are_no_moments_to_restore(build: EngineFactory, tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2 ranks, amp-bf16": (2, 2, {"techniques": Techniques("amp-bf16")}),
     "8 ranks, mixed-bf16": (8, 1, {"techniques": Techniques("mixed-bf16")}),
     "2 ranks, clipped": (2, 2, {"max_norm": 0.1}),
+    "2 ranks, clipped by block": (2, 2, {"max_norm": 0.1, "clip": "block"}),
+    "2 ranks, clipped by the norms before": (2, 2, {"max_norm": 0.1, "clip": "previous"}),
     "2 ranks, llama": (2, 2, {"model": model_config("llama")}),
     "2 ranks, qwen3 tied": (2, 2, {"model": model_config("qwen3 tied")}),
 }
