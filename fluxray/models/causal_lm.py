@@ -5,7 +5,7 @@ Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,6 +167,20 @@ class CausalLMStack(BlockStack):
         """Apply the final norm and the head, then `loss_fn` to the logits [B, S, V]."""
         (hidden_BSD,) = state.carry
         return loss_fn(self._parts.head(self._parts.norm(hidden_BSD)), batch)
+
+    def epilogue_pieces(self, state: State, batch: TextBatch, num_tokens: int) -> Sequence[tuple[State, TextBatch]]:
+        """Return whole rows, as many as have `num_tokens` tokens, or parts of one row. Only carry and targets are cut."""
+        (hidden_BSD,) = state.carry
+        num_rows, length = batch.targets.shape
+        rows, columns = max(num_tokens // length, 1), min(num_tokens, length)
+        return [
+            (
+                state._replace(carry=(hidden_BSD[r : r + rows, c : c + columns],)),
+                replace(batch, targets=batch.targets[r : r + rows, c : c + columns]),
+            )
+            for r in range(0, num_rows, rows)
+            for c in range(0, length, columns)
+        ]
 
     def materialise(self, device: torch.device, block: Block | None) -> None:
         """Give the tensors of one block (None: of all outside the blocks) memory on `device` and their first values."""

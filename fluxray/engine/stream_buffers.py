@@ -1,0 +1,178 @@
+"""Memory of the stream engine: exactly-sized host buffers, and rings of slots on the device that blocks pass through."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from fluxray.engine.stream_transfers import Event, Transfers
+from fluxray.errors import PlanError
+
+REGISTERING_THREADS = 8
+"""Page-locking touches every page, at some 10 GB/s with several threads."""
+
+
+class HostBuffers:
+    """One zeroed buffer (uint8) of exactly the given size for each block, page-locked where a GPU copies from it.
+
+    torch's own pinned memory rounds up to a power of two, which for blocks of 2.3 GB costs as much again. Raises PlanError if the
+    system has not that much memory or will not lock it.
+    """
+
+    def __init__(self, sizes: Sequence[int], page_locked: bool):
+        total, free = sum(sizes), psutil.virtual_memory().available
+        try:
+            self.buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        except RuntimeError:
+            raise PlanError(
+                f"hardware.host_memory: {total / 1e9:.1f} GB for the blocks are wanted and the system gives no more "
+                f"({free / 1e9:.1f} GB are free); set optim.master=stochastic, engine.resident_blocks, or choose a smaller model"
+            ) from None
+        self._locked: list[Tensor] = []
+        prepare = self._lock if page_locked else self._zero
+        with ThreadPoolExecutor(REGISTERING_THREADS) as pool:
+            list(pool.map(prepare, self.buffers))
+
+    def close(self) -> None:
+        """Unlock the memory; nothing may be copying any more."""
+        for buffer in self._locked:
+            _cudart().cudaHostUnregister(buffer.data_ptr())
+        self._locked.clear()
+
+    def _zero(self, buffer: Tensor) -> None:
+        buffer.zero_()
+
+    def _lock(self, buffer: Tensor) -> None:
+        if buffer.numel() == 0:
+            return
+        code = int(_cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+        if code != 0:
+            raise PlanError(
+                f"engine.kind: stream cannot page-lock {buffer.numel() / 1e9:.1f} GB (CUDA error {code}): {_reason()}"
+            )
+        self._locked.append(buffer)
+        buffer.zero_()
+
+
+def _cudart() -> Any:
+    """Return the CUDA runtime that torch has loaded."""
+    return torch.cuda.cudart()
+
+
+def _reason() -> str:
+    """Say what on this system most likely refused to lock memory, and what to do."""
+    free = psutil.virtual_memory().available / 1e9
+    if "microsoft" in os.uname().release.lower():
+        return "under WSL at most half of the memory can be locked; raise `memory` in .wslconfig or use Linux"
+    limit = container_limit()
+    if limit is not None and limit < psutil.virtual_memory().total:
+        return f"the container has {limit / 1e9:.0f} GB; start it with more (docker run --memory, Kubernetes resources.limits)"
+    return f"{free:.0f} GB are free; stop other programs, or set optim.master=stochastic or engine.resident_blocks"
+
+
+def container_limit() -> int | None:
+    """Return the memory limit in bytes that the kernel's control group sets for this process, None if there is none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+    return None
+
+
+@dataclass
+class _Slot:
+    memory: Tensor
+    holds: int | None = None
+    wanted: bool = False
+    filled: Event = None
+    drained: Event = None
+    last_used: int = 0
+
+
+@dataclass
+class Ring:
+    """Slots on the device through which one part (weights or states) of every block passes.
+
+    `host[i]` is that part of block i on the host; `resident[i]` stands instead where the block stays on the device. A block is
+    fetched, got, and done; between fetch and done its slot is its own.
+    """
+
+    host: Sequence[Tensor]
+    resident: dict[int, Tensor]
+    slots: list[_Slot]
+    transfers: Transfers
+    written: dict[int, Event] = field(default_factory=dict)
+    clock: int = 0
+
+    @classmethod
+    def of(
+        cls, host: Sequence[Tensor], resident: dict[int, Tensor], num_slots: int, transfers: Transfers, device: torch.device
+    ) -> "Ring":
+        """Allocate `num_slots` slots, each as large as the largest part that passes."""
+        largest = max((part.numel() for index, part in enumerate(host) if index not in resident), default=0)
+        needed = num_slots if len(resident) < len(host) else 0
+        slots = [_Slot(torch.zeros(largest, dtype=torch.uint8, device=device)) for _ in range(needed)]
+        return cls(host, resident, slots, transfers)
+
+    def fetch(self, index: int) -> None:
+        """Queue the copy of block `index` into a free slot, unless it is there already. There must be a free slot."""
+        if index in self.resident:
+            return
+        slot = self._find(index)
+        if slot is None:
+            slot = min((slot for slot in self.slots if not slot.wanted), key=lambda slot: slot.last_used)
+            slot.holds = index
+            part = self.host[index]
+            slot.filled = self.transfers.fetch(slot.memory[: part.numel()], part, (slot.drained, self.written.get(index)))
+        slot.wanted = True
+
+    def get(self, index: int) -> Tensor:
+        """Return block `index` on the device; what is computed from here on waits for its copy."""
+        if index in self.resident:
+            return self.resident[index]
+        self.fetch(index)
+        slot = self._find(index)
+        assert slot is not None
+        self.transfers.wait(slot.filled)
+        slot.filled = None
+        return slot.memory[: self.host[index].numel()]
+
+    def claim(self, index: int) -> Tensor:
+        """Return the memory of block `index` on the device for what is computed from here on; what it holds is of no matter."""
+        if index in self.resident:
+            return self.resident[index]
+        slot = self._find(index) or min((s for s in self.slots if not s.wanted), key=lambda s: s.last_used)
+        slot.holds, slot.wanted = index, True
+        self.transfers.wait(slot.drained)
+        return slot.memory[: self.host[index].numel()]
+
+    def done(self, index: int, num_written: int = 0) -> None:
+        """Give the slot of block `index` back once what has been computed so far is done and `num_written` bytes are written."""
+        if index in self.resident:
+            return
+        slot = self._find(index)
+        assert slot is not None and slot.wanted
+        slot.wanted = False
+        slot.drained = self.transfers.mark()
+        if num_written:
+            slot.drained = self.transfers.write(self.host[index][:num_written], slot.memory[:num_written], (slot.drained,))
+            self.written[index] = slot.drained
+        self.clock += 1
+        slot.last_used = self.clock
+
+    def forget(self) -> None:
+        """Hold nothing any more: what lies on the host has been changed."""
+        for slot in self.slots:
+            assert not slot.wanted
+            slot.holds = None
+
+    def _find(self, index: int) -> _Slot | None:
+        return next((slot for slot in self.slots if slot.holds == index), None)

@@ -1,0 +1,153 @@
+"""Weights and optimizer states of a streamed model: blocks in host memory, everything outside them on the device."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fluxray.config.schema import OptimConfig
+from fluxray.engine.stream_buffers import HostBuffers, Ring
+from fluxray.engine.stream_layout import Layout, empty_bytes
+from fluxray.engine.stream_transfers import Transfers
+from fluxray.optim.formats import split
+from fluxray.optim.restore import restore
+from fluxray.optim.states import state_format
+from fluxray.protocols import BlockStack, StateItem, StateReader
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """What the plan has decided.
+
+    `weight_slots` and `state_slots` are the slots on the device that blocks pass through, `resident_blocks` the number of blocks
+    that stay there and have no host copy, `epilogue_tokens` the number of tokens whose logits exist at once.
+    """
+
+    weight_slots: int = 3
+    state_slots: int = 3
+    resident_blocks: int = 0
+    epilogue_tokens: int = 2048
+
+
+def resident_indices(num_blocks: int, num_resident: int) -> list[int]:
+    """Return which blocks stay on the device: spread evenly, so that they give the link time everywhere."""
+    return [(2 * i + 1) * num_blocks // (2 * num_resident) for i in range(num_resident)]
+
+
+class Unit:
+    """Parameters that are kept together: those of one block, or all outside the blocks.
+
+    `prefix` and a name in the layout make the name in the library's model. `memory` is where the weights and states (uint8) live
+    between steps.
+    """
+
+    def __init__(self, prefix: str, parameters: Mapping[str, nn.Parameter], optim: OptimConfig, weight: torch.dtype):
+        self.prefix = prefix
+        self.layout = Layout(
+            {
+                name: (tuple(p.shape), state_format(p.shape, optim.kind == "adam8bit", optim.master, weight, p.requires_grad))
+                for name, p in parameters.items()
+            }
+        )
+        self.memory = (torch.empty(0), torch.empty(0))
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._bound: dict[int, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take first values (fp32), rounded to nearest, with zero moments, into `memory`, which is zero."""
+        self.parameters = dict(parameters)
+        for name, fmt, sections in self.layout.sections(*self.memory):
+            weight, correction = split(parameters[name].detach(), fmt, None)
+            sections["weights"].copy_(weight)
+            if correction is not None:
+                sections["correction"].copy_(correction)
+
+    def bind(self, weights: Tensor) -> None:
+        """Let the model's parameters be views of `weights` (uint8, on the device)."""
+        key = weights.data_ptr()
+        if key not in self._bound:
+            self._bound[key] = self.layout.weight_views(weights)
+        for name, view in self._bound[key].items():
+            self.parameters[name].data = view
+
+    def state_items(self) -> Iterator[StateItem]:
+        """Yield all that is kept of each parameter, as views of `memory`."""
+        for name, _, sections in self.layout.sections(*self.memory):
+            for section, tensor in sections.items():
+                yield StateItem(section, self.prefix + name, tuple(tensor.shape), None, tensor)
+
+    @torch.no_grad()
+    def load(self, reader: StateReader) -> list[str]:
+        """Replace all that is kept by what has been saved, in whatever format; return the names that were rounded."""
+        return [
+            self.prefix + name
+            for name, fmt, sections in self.layout.sections(*self.memory)
+            if restore(reader, self.prefix + name, fmt, sections)
+        ]
+
+
+class BlockStore:
+    """The blocks: their units, and the rings through which weights, states and held-back gradients reach the device.
+
+    `gradient` is the dtype in which gradients are held back on the host (clip mode `exact`), None if they are not.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        settings: StreamSettings,
+        gradient: torch.dtype | None,
+        transfers: Transfers,
+        device: torch.device,
+    ):
+        self.units = units
+        self.gradient_dtype = gradient
+        stay = set(resident_indices(len(units), settings.resident_blocks) if settings.resident_blocks else ())
+        sizes = [self._sizes(unit) for unit in units]
+        self._host = HostBuffers([0 if i in stay else sum(size) for i, size in enumerate(sizes)], device.type == "cuda")
+        memory = [empty_bytes(sum(sizes[i]), device) if i in stay else held for i, held in enumerate(self._host.buffers)]
+        parts = [torch.split(held, size) for held, size in zip(memory, sizes, strict=True)]
+        for unit, (weights, states, _) in zip(units, parts, strict=True):
+            unit.memory = (weights, states)
+
+        def ring(part: int, num_slots: int) -> Ring:
+            return Ring.of([p[part] for p in parts], {i: parts[i][part] for i in stay}, num_slots, transfers, device)
+
+        self.weights = ring(0, settings.weight_slots)
+        self.states = ring(1, settings.state_slots)
+        self.gradients = ring(2, 2) if gradient is not None else None
+        self.host_bytes = sum(buffer.numel() for buffer in self._host.buffers)
+
+    def forget(self) -> None:
+        """Hold nothing on the device: what is in `memory` has been replaced."""
+        for ring in (self.weights, self.states, self.gradients):
+            if ring is not None:
+                ring.forget()
+
+    def close(self) -> None:
+        """Give the page-locked memory back."""
+        self._host.close()
+
+    def _sizes(self, unit: Unit) -> list[int]:
+        held_back = 0 if self.gradient_dtype is None else unit.layout.num_gradients * self.gradient_dtype.itemsize
+        return [unit.layout.weight_bytes, unit.layout.state_bytes, held_back]
+
+
+def split_parameters(stack: BlockStack) -> tuple[list[dict[str, nn.Parameter]], dict[str, nn.Parameter]]:
+    """Return the parameters of each block by their names in it, and those outside by their names in the model, tied ones once."""
+    prefixes = tuple(f"{block.name}." for block in stack.blocks)
+    outside = {name: p for name, p in stack.model.named_parameters() if not name.startswith(prefixes)}
+    return [dict(block.module.named_parameters()) for block in stack.blocks], outside
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that have more than one place in the model."""
+    first: dict[int, str] = {}
+    tied = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            tied.add(first[id(parameter)])
+        first.setdefault(id(parameter), name)
+    return tied
