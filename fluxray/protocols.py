@@ -193,12 +193,14 @@ class StepOutput(NamedTuple):
     """What one optimizer step returns; tensors are scalars on the device, so nothing waits for them until they are logged.
 
     `loss` is the mean over the valid terms of the global batch (fp32), `grad_norm` the true global norm before clipping (fp32),
-    `num_valid` the number of valid terms of the global batch.
+    `num_valid` the number of valid terms of the global batch. `withheld` (fp32) is the share of clip units that were left as they
+    were, weights and moments, because loss or gradient was not finite: 0 in a sound step.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_valid: Tensor
+    withheld: Tensor
 
 
 class StateItem(NamedTuple):
@@ -292,7 +294,8 @@ class RunState:
     """Everything that influences the future of a run, apart from the engine's tensors.
 
     `step` counts finished optimizer steps, `epoch` and `position` say which samples have been consumed (`position` within the
-    epoch's order), `seed` names all random streams, `num_tokens` counts the terms of all losses so far, over all ranks.
+    epoch's order), `seed` names all random streams, `num_tokens` counts the terms of all losses so far, over all ranks,
+    `num_skipped` the steps of which an update was withheld.
     """
 
     seed: int
@@ -301,6 +304,7 @@ class RunState:
     epoch: int = 0
     position: int = 0
     num_tokens: int = 0
+    num_skipped: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
@@ -326,8 +330,9 @@ class SavedCheckpoint(NamedTuple):
 class Report(NamedTuple):
     """What the trainer says: after `log_every` steps, after an evaluation, when a checkpoint is saved.
 
-    `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `perf/tokens_per_s`,
-    `perf/mfu`, `memory/...`, `eval/loss`, `eval/perplexity`), except rates, memory and seconds, which are the rank's own.
+    `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `train/skipped_steps`,
+    `perf/tokens_per_s`, `perf/mfu`, `memory/...`, `eval/loss`, `eval/perplexity`), except rates, memory and seconds, which are
+    the rank's own. A loss or gradient norm that is not finite is left out.
     """
 
     step: int

@@ -5,14 +5,29 @@ It knows an engine and callables, no model, data set, process group or tracker, 
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from fluxray.errors import NonFiniteLossError
 from fluxray.metrics import Throughput
 from fluxray.optim.schedule import lr_at
-from fluxray.protocols import Batch, BatchSource, Engine, MicroBatches, Report, RunState, RunSummary, SavedCheckpoint, StepOutput
+from fluxray.protocols import (
+    Batch,
+    BatchSource,
+    Engine,
+    MicroBatches,
+    Report,
+    RunState,
+    RunSummary,
+    SampleId,
+    SavedCheckpoint,
+    StepOutput,
+)
+
+NUM_NAMED = 4
+"""Rows of a bad batch that are named."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +45,7 @@ class Hooks:
 
     `eval_batches` gives the held-out batches anew each time. `save` starts to write a checkpoint of the state; the one before is
     durable when it is called. `memory` returns the memory metrics. `should_stop` is asked after each step, on every rank, and
-    gives the same answer on all. `report` receives every Report, on every rank.
+    gives the same answer on all. `report` receives every Report, on every rank; `notify` one line for the user.
     """
 
     batches: BatchSource
@@ -39,18 +54,54 @@ class Hooks:
     memory: Callable[[], dict[str, float]]
     should_stop: Callable[[RunState], bool]
     report: Callable[[Report], None]
+    notify: Callable[[str], None]
+
+
+class _Pending(NamedTuple):
+    """A step that has not been read from the device yet, and the first rows of its batch."""
+
+    step: int
+    lr: float
+    output: StepOutput
+    rows: list[SampleId]
+
+
+class _Fault(NamedTuple):
+    """What was not finite in a step."""
+
+    pending: _Pending
+    loss: float
+    grad_norm: float
+    withheld: float
+
+    def __str__(self) -> str:
+        rows = ", ".join(f"{row.index}" for row in self.pending.rows)
+        batch = f" on the batch that begins with rows {rows} of epoch {self.pending.rows[0].epoch}" if rows else ""
+        return f"loss {self.loss} and gradient norm {self.grad_norm}{batch}"
 
 
 class Trainer:
-    """Trains to the end of the schedule from wherever `state` stands."""
+    """Trains to the end of the schedule from wherever `state` stands.
 
-    def __init__(self, engine: Engine, hooks: Hooks, cadence: Cadence, throughput: Throughput, num_ranks: int):
+    A step of which the engine has withheld the update counts as a step; at its logging `stop` ends the run and `skip` goes on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        hooks: Hooks,
+        cadence: Cadence,
+        throughput: Throughput,
+        num_ranks: int,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+    ):
         self._engine = engine
         self._hooks = hooks
         self._cadence = cadence
         self._throughput = throughput
         self._num_ranks = num_ranks
-        self._pending: list[tuple[int, float, StepOutput]] = []
+        self._on_nonfinite = on_nonfinite
+        self._pending: list[_Pending] = []
         self._loss: float | None = None
         self._saved: SavedCheckpoint | None = None
 
@@ -100,26 +151,45 @@ class Trainer:
         lr = lr_at(state.schedule, state.step)
         output = self._engine.train_step(data.batches, lr)
         self._throughput.add(self._num_ranks * sum(batch.num_tokens for batch in data.batches))
-        self._pending.append((state.step + 1, lr, output))
+        rows = [row for batch in data.batches if batch.key is not None for row in batch.key.samples][:NUM_NAMED]
+        self._pending.append(_Pending(state.step + 1, lr, output, rows))
         return replace(state, step=state.step + 1, epoch=data.epoch, position=data.position)
 
     def _log(self, state: RunState) -> RunState:
         """Read the pending steps from the device, report each, and return the state with their tokens counted."""
         num_tokens = state.num_tokens
-        for index, (step, lr, output) in enumerate(self._pending):
-            loss, grad_norm = output.loss.item(), output.grad_norm.item()
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise NonFiniteLossError(
-                    f"optim.lr: {lr:g} at step {step} gave loss {loss} and gradient norm {grad_norm}; lower it and start again"
-                )
-            num_tokens += int(output.num_valid.item())
-            metrics = {"train/loss": loss, "train/grad_norm": grad_norm, "train/lr": lr, "train/tokens": float(num_tokens)}
+        faults: list[_Fault] = []
+        for index, pending in enumerate(self._pending):
+            loss, grad_norm, num_valid, withheld = (value.item() for value in pending.output)
+            if withheld > 0 or not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                faults.append(_Fault(pending, loss, grad_norm, withheld))
+                self._check_goes_on(faults[-1])
+            num_tokens += int(num_valid)
+            finite = {"train/loss": loss, "train/grad_norm": grad_norm}
+            metrics = {key: value for key, value in finite.items() if math.isfinite(value)}
+            metrics |= {"train/lr": pending.lr, "train/tokens": float(num_tokens)}
+            metrics["train/skipped_steps"] = float(state.num_skipped + len(faults))
             if index == len(self._pending) - 1:
                 metrics |= self._throughput.read() | self._hooks.memory()
-            self._loss = loss
-            self._hooks.report(Report(step, metrics))
+            self._loss = loss if math.isfinite(loss) else self._loss
+            self._hooks.report(Report(pending.step, metrics))
+        self._tell_skipped(faults)
         self._pending.clear()
-        return replace(state, num_tokens=num_tokens)
+        return replace(state, num_tokens=num_tokens, num_skipped=state.num_skipped + len(faults))
+
+    def _check_goes_on(self, fault: _Fault) -> None:
+        if self._on_nonfinite == "stop":
+            raise NonFiniteLossError(
+                f"optim.lr: {fault.pending.lr:g} at step {fault.pending.step} gave {fault}; lower it and start again, or go on "
+                f"past such steps with train.on_nonfinite=skip"
+            )
+
+    def _tell_skipped(self, faults: Sequence[_Fault]) -> None:
+        if faults:
+            first, span = faults[0], len(self._pending)
+            whole = "the update" if first.withheld >= 1 else f"{first.withheld:.0%} of the update"
+            others = f"; {len(faults)} of the last {span} steps were skipped" if len(faults) > 1 else ""
+            self._hooks.notify(f"step {first.pending.step}: {first}: {whole} was withheld{others}")
 
     def _evaluate(self, state: RunState) -> float:
         with self._throughput.pause():

@@ -2,7 +2,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,7 +10,17 @@ import torch
 from fluxray.errors import NonFiniteLossError
 from fluxray.metrics import Throughput
 from fluxray.optim.schedule import lr_at
-from fluxray.protocols import BatchKey, LossOutput, MicroBatches, Report, RunState, SavedCheckpoint, Schedule, StepOutput
+from fluxray.protocols import (
+    BatchKey,
+    LossOutput,
+    MicroBatches,
+    Report,
+    RunState,
+    SampleId,
+    SavedCheckpoint,
+    Schedule,
+    StepOutput,
+)
 from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
 
 TOTAL = 12
@@ -37,6 +47,7 @@ class FakeEngine:
     done: list[Any]
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
+    withheld: dict[int, float] = field(default_factory=dict)
     step: int = 0
 
     def train_step(self, micro_batches, lr: float) -> StepOutput:
@@ -44,7 +55,8 @@ class FakeEngine:
         self.done.append(("step", self.step, lr))
         loss, norm = self.losses.get(self.step, 10.0 - self.step), self.norms.get(self.step, 0.5)
         num_valid = sum(batch.num_valid for batch in micro_batches)
-        return StepOutput(torch.tensor(loss), torch.tensor(norm), torch.tensor(float(num_valid)))
+        withheld = self.withheld.get(self.step, 0.0 if math.isfinite(loss) and math.isfinite(norm) else 1.0)
+        return StepOutput(*(torch.tensor(float(value)) for value in (loss, norm, num_valid, withheld)))
 
     def eval_step(self, batch) -> LossOutput:
         self.done.append(("eval", self.step))
@@ -73,19 +85,33 @@ class Broken(dict[int, float]):
 class Run:
     """A trainer on fakes, and all that can be seen of it. Step s consumes the data up to position 4 s of epoch 1."""
 
-    def __init__(self, cadence: tuple[int, int, int] = (3, 0, 100), num_ranks: int = 1, engine: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        cadence: tuple[int, int, int] = (3, 0, 100),
+        num_ranks: int = 1,
+        engine: dict[str, Any] | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+    ):
         self.done: list[Any] = []
         self.engine = FakeEngine(self.done, **(engine or {}))
         self.reports: list[Report] = []
+        self.notices: list[str] = []
         self.saved: list[RunState] = []
         self.opened = self.closed = 0
         self.sources: list[Any] = []  # held here, so that only an explicit close ends them
         self.stop_at: int | None = None
         memory = {"memory/host_gib": 1.5}
         hooks = Hooks(
-            self.open, self.eval_batches, self.save, lambda: memory, lambda at: at.step == self.stop_at, self.reports.append
+            self.open,
+            self.eval_batches,
+            self.save,
+            lambda: memory,
+            lambda at: at.step == self.stop_at,
+            self.reports.append,
+            self.notices.append,
         )
-        self.trainer = Trainer(self.engine, hooks, Cadence(*cadence), Throughput(6.0, 1.0, num_ranks), num_ranks)
+        throughput = Throughput(6.0, 1.0, num_ranks)
+        self.trainer = Trainer(self.engine, hooks, Cadence(*cadence), throughput, num_ranks, on_nonfinite)
 
     def open(self, state: RunState) -> Generator[MicroBatches, None, None]:
         self.sources.append(self.batches(state))
@@ -97,7 +123,9 @@ class Run:
             position = state.position
             while True:
                 position += 4
-                yield MicroBatches([FakeBatch(), FakeBatch(num_valid=5)], 1, position)
+                rows = tuple(SampleId(1, index) for index in range(position - 4, position))
+                first, second = (BatchKey(state.seed, 0, rows[start : start + 2]) for start in (0, 2))
+                yield MicroBatches([FakeBatch(key=first), FakeBatch(num_valid=5, key=second)], 1, position)
         finally:
             self.closed += 1
 
@@ -230,6 +258,49 @@ def test_what_is_no_number_ends_the_run_before_anything_is_saved(what: str, valu
     assert [state.step for state in run.saved] == [4]
     assert run.steps_of("train/loss") == [1, 2, 3, 4, 5]
     assert run.opened == run.closed == 1
+
+
+def test_the_fault_names_the_rows_of_its_batch() -> None:
+    with pytest.raises(NonFiniteLossError) as raised:
+        Run((100, 0, 100), engine={"losses": {6: math.nan}}).fit()
+    assert str(raised.value) == (
+        "optim.lr: 0.008875 at step 6 gave loss nan and gradient norm 0.5 on the batch that begins with rows 20, 21, 22, 23 of "
+        "epoch 1; lower it and start again, or go on past such steps with train.on_nonfinite=skip"
+    )
+
+
+def test_an_update_withheld_in_part_ends_the_run_as_well() -> None:
+    with pytest.raises(NonFiniteLossError, match=r"at step 2 gave loss 8\.0 and gradient norm 0\.5"):
+        Run(engine={"withheld": {2: 0.25}}).fit()
+
+
+def test_skipping_goes_on_and_tells_each_span_once() -> None:
+    faults = {"losses": {2: math.nan, 3: math.inf, 11: math.nan, 12: math.nan}, "norms": {2: math.nan, 5: math.inf}}
+    run = Run((3, 0, 4), engine=faults, on_nonfinite="skip")
+    summary = run.fit(replace(START, num_skipped=7))
+    metrics = {report.step: report.metrics for report in run.reports if "train/lr" in report.metrics}
+    assert list(metrics) == ALL_STEPS
+    assert [metrics[step]["train/skipped_steps"] for step in ALL_STEPS] == [7, 8, 9, 9, 10, 10, 10, 10, 10, 10, 11, 12]
+    assert [step for step in ALL_STEPS if "train/loss" not in metrics[step]] == [2, 3, 11, 12]
+    assert [step for step in ALL_STEPS if "train/grad_norm" not in metrics[step]] == [2, 5]
+    assert all(math.isfinite(value) for of_step in metrics.values() for value in of_step.values())
+    assert [(state.step, state.num_skipped, state.num_tokens) for state in run.saved] == [(4, 9, 48), (8, 10, 96), (12, 12, 144)]
+    assert run.notices == [
+        "step 2: loss nan and gradient norm nan on the batch that begins with rows 4, 5, 6, 7 of epoch 1: "
+        "the update was withheld; 2 of the last 3 steps were skipped",
+        "step 5: loss 5.0 and gradient norm inf on the batch that begins with rows 16, 17, 18, 19 of epoch 1: "
+        "the update was withheld",
+        "step 11: loss nan and gradient norm 0.5 on the batch that begins with rows 40, 41, 42, 43 of epoch 1: "
+        "the update was withheld; 2 of the last 3 steps were skipped",
+    ]
+    assert summary.step == TOTAL and summary.train_loss == 0.0
+
+
+def test_the_share_that_was_withheld_is_told() -> None:
+    run = Run(engine={"withheld": {2: 0.25}}, on_nonfinite="skip")
+    run.fit()
+    assert len(run.notices) == 1 and run.notices[0].endswith(": 25% of the update was withheld")
+    assert run.saved[-1].num_skipped == 1
 
 
 def test_last_step_is_checked_before_it_is_saved() -> None:

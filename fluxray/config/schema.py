@@ -102,6 +102,9 @@ class TrainLoopConfig(Section):
 
     num_steps: int = Field(default=1000, ge=0)
     log_every: int = Field(default=10, ge=1)
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="a step whose loss or gradient is not finite changes nothing; end the run there, or go on"
+    )
 
 
 class EvaluationConfig(Section):

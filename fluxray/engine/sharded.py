@@ -24,6 +24,7 @@ class ShardedEngine:
 
     The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks
     nor on the split into micro-batches. It is clipped by the norms of whole units or of the whole gradient, all ranks included.
+    A step whose loss or gradient is not finite on any rank changes neither weights nor moments on any.
     """
 
     def __init__(
@@ -55,14 +56,18 @@ class ShardedEngine:
                 output = self._stack(batch.to(self._runtime.device), self._loss_fn)
             (output.sum / divisor).backward()
             loss_sum += output.sum.detach()
+        loss = self._runtime.sum_over_ranks(loss_sum) / divisor
         grad_norm = self._gradients.clip()
-        self._clip.finish(grad_norm)
+        sound = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        withheld = 1 - sound.float()
+        self._clip.finish(grad_norm.where(sound, torch.nan))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        self._optimizer.found_inf = withheld  # pyright: ignore[reportAttributeAccessIssue]  (as torch.amp.GradScaler sets it)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._masters.publish()
-        return StepOutput(self._runtime.sum_over_ranks(loss_sum) / divisor, grad_norm, num_valid)
+        return StepOutput(loss, grad_norm, num_valid, withheld)
 
     def eval_step(self, batch: Batch) -> LossOutput:
         """Return the summed loss and valid count of all ranks' batches, without dropout or gradients. Collective."""

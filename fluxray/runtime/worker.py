@@ -83,9 +83,10 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
         memory=lambda: memory_metrics(parts.device),
         should_stop=lambda at: parts.ranks.any(context.heartbeat(at.step)),
         report=context.report,
+        notify=context.notify,
     )
     cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps)
-    trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, context.num_ranks)
+    trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, context.num_ranks, config.train.on_nonfinite)
     summary = trainer.fit(state)
     if summary.checkpoint is None and context.checkpoints:
         return replace(summary, checkpoint=str(context.checkpoints[0]))

@@ -1,7 +1,9 @@
 """What every engine must do. A new engine joins by one line in ENGINES."""
 
+import math
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from fluxray import checkpoint
 from fluxray.engine.clip import ClipMode, clip_units
 from fluxray.engine.parallelize import Techniques
 from fluxray.errors import CheckpointError
-from fluxray.protocols import IGNORE_INDEX, Engine, RunState, Schedule, TextBatch
+from fluxray.protocols import IGNORE_INDEX, Engine, LossOutput, RunState, Schedule, TextBatch
 from tests.engine.helpers import (
     FAMILIES,
     NUM_ROWS,
@@ -135,6 +137,35 @@ def test_every_clip_mode_reports_the_same_norm_and_clips_by_it(build: EngineFact
     clipped["block"].train_step(cut(2, 1), OPTIM.lr)
     by_average, by_block = section(clipped["previous"], "exp_avg"), section(clipped["block"], "exp_avg")
     assert any(not torch.equal(by_average[name], by_block[name]) for name in by_block)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("precision", ["fp32", "mixed-bf16"])
+def test_what_is_not_finite_changes_neither_weights_nor_moments(build: EngineFactory, precision: str, what: str) -> None:
+    case = replace(NEOX, techniques=Techniques(precision), max_norm=0.1, clip="previous")
+    engine, undisturbed = build(case), build(case)
+    outputs = [engine.train_step(cut(2, 0), OPTIM.lr)]
+    before = _state(engine)
+    with _broken(engine, what):
+        outputs.append(engine.train_step(cut(2, 1), OPTIM.lr))
+    after = _state(engine)
+    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    assert math.isfinite(outputs[1].loss.item()) == (what == "gradient") and not math.isfinite(outputs[1].grad_norm.item())
+    assert [output.withheld.item() for output in outputs] == [0.0, 1.0]
+    undisturbed.train_step(cut(2, 0), OPTIM.lr)
+    expect_equal(train(engine, num_steps=2, start=1), train(undisturbed, num_steps=2, start=1))
+
+
+def test_a_first_step_that_is_not_finite_leaves_the_beginning(build: EngineFactory, tmp_path: Path) -> None:
+    engine = build(NEOX)
+    with _broken(engine, "loss"):
+        engine.train_step(cut(2, 0), OPTIM.lr)
+    _save(engine, tmp_path)
+    resumed = build(NEOX)
+    resumed.load_items(checkpoint.CheckpointReader(tmp_path / "step_00000002"))
+    expected = train(build(NEOX))
+    expect_equal(train(engine), expected)
+    expect_equal(train(resumed), expected)
 
 
 def test_a_zero_weight_micro_batch_changes_nothing(build: EngineFactory) -> None:
@@ -262,6 +293,35 @@ def test_a_checkpoint_of_another_model_is_refused(build: EngineFactory, other: d
     engine = build(EngineCase(model_config("gpt_neox", **other)))
     with pytest.raises(CheckpointError, match="another model"):
         engine.load_items(checkpoint.CheckpointReader(tmp_path / "step_00000002"))
+
+
+def _state(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
+    engine.flush()
+    return {(item.section, item.name): item.tensor.detach().clone() for item in engine.state_items()}
+
+
+@contextmanager
+def _broken(engine: Engine, what: str) -> Iterator[None]:
+    """Make the engine's loss, or the gradient of a finite loss, no number meanwhile."""
+
+    class Overflowing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss: torch.Tensor) -> torch.Tensor:
+            return loss * torch.nan if what == "loss" else loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * torch.inf
+
+    intact = engine._loss_fn
+
+    def loss_fn(output: torch.Tensor, batch: TextBatch) -> LossOutput:
+        result = intact(output, batch)
+        return result._replace(sum=Overflowing.apply(result.sum))
+
+    engine._loss_fn = loss_fn
+    yield
+    engine._loss_fn = intact
 
 
 def _save(engine: Engine, folder: Path) -> None:

@@ -35,6 +35,7 @@ from tests.engine.helpers import (
 
 WORLD = 8
 PUBLISHED = "published weights"
+ONE_BROKEN = "one broken rank"
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 rank, 4 micro-batches": (1, 4, {}),
     "2 ranks, 1 micro-batch": (2, 1, {}),
@@ -118,6 +119,27 @@ def test_a_fault_of_rank_0_in_reading_weights_is_raised_on_every_rank(folder: Pa
     assert faults[0].startswith("model.weights:") and "broken" in faults[0]
 
 
+def test_a_loss_that_is_not_finite_on_one_rank_is_withheld_on_every_rank(folder: Path) -> None:
+    assert json.loads((folder / ONE_BROKEN / "outcome.json").read_text()) == [[1.0, True]] * 2
+
+
+def _break_one(folder: Path, mesh: DeviceMesh, rank: int) -> None:
+    """Train a step whose loss is no number on the last rank alone; write each rank's `withheld`, and whether nothing changed."""
+    engine = sharded_engine(NEOX, mesh)
+    engine.train_step(cut(1, 0, rank, mesh.size()), OPTIM.lr)
+    before = [item.tensor.clone() for item in engine.state_items()]
+    intact = engine._loss_fn
+    factor = torch.nan if rank == mesh.size() - 1 else 1.0
+    engine._loss_fn = lambda output, batch: intact(output * factor, batch)
+    output = engine.train_step(cut(1, 1, rank, mesh.size()), OPTIM.lr)
+    same = all(torch.equal(item.tensor, old) for item, old in zip(engine.state_items(), before, strict=True))
+    outcome: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(outcome, (output.withheld.item(), same), mesh.get_group())
+    if rank == 0:
+        folder.mkdir()
+        (folder / "outcome.json").write_text(json.dumps(outcome))
+
+
 def _load_published(folder: Path, mesh: DeviceMesh, rank: int) -> None:
     """Save a model on rank 0, build engines from its weights on all ranks, once more after damaging the file."""
     if rank == 0:
@@ -151,6 +173,8 @@ def _rank_main(rank: int, folder: str) -> None:
             if rank < num_ranks:
                 _run(Path(folder, name), NEOX, meshes[num_ranks], 1, steps)
             dist.barrier()
+    if rank < 2:
+        _break_one(Path(folder, ONE_BROKEN), meshes[2], rank)
     _load_published(Path(folder, PUBLISHED), meshes[WORLD], rank)
     dist.destroy_process_group()
 
