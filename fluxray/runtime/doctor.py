@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
 
+from fluxray.runtime.doctor_services import SERVICES
 from fluxray.runtime.facts import Facts
-from fluxray.runtime.ports import RAY
+from fluxray.runtime.finding import Finding
 
 GIB, GB = 2**30, 10**9
 
@@ -26,19 +26,10 @@ MOST_LINKS = 18
 """NVLinks of one GPU, at most: more than these to all peers together need a switch."""
 
 
-class Finding(NamedTuple):
-    """One line: what was looked at, how it is, what was found, and what to do about it (nothing where it is ok)."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    found: str
-    remedy: str = ""
-
-
 def examine(facts: Facts) -> list[Finding]:
     """Return all findings, in the order in which one would mend them."""
     checks = (_software, _gpus, _torch, _links, _infiniband, _memory, _shared_memory, _storage)
-    checks += (_ray, _mlflow, _ports, _files, _compiler)
+    checks += (*SERVICES, _files, _compiler)
     return [finding for check in checks for finding in check(facts)]
 
 
@@ -211,59 +202,6 @@ def _storage(facts: Facts) -> Iterator[Finding]:
         yield Finding("storage", "warn", f"{found}; checkpoints of 1.4 billion parameters take {LARGE_RUN / GB:.0f} GB", remedy)
     else:
         yield Finding("storage", "ok", found)
-
-
-def _ray(facts: Facts) -> Iterator[Finding]:
-    address = (facts.environment or {}).get("RAY_ADDRESS")
-    cluster = facts.cluster
-    if not address or cluster is None:
-        yield Finding("Ray cluster", "ok", "none named by RAY_ADDRESS; a run starts Ray on this machine")
-    elif cluster.get("jobs") in (401, 403):
-        remedy = "export RAY_AUTH_MODE=token and have its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
-        yield Finding("Ray cluster", "ok", f"{address} takes jobs, with a token")
-        if (facts.environment or {}).get("RAY_AUTH_MODE") != "token":
-            yield Finding("Ray cluster", "warn", "RAY_AUTH_MODE is not token here: `ray job submit` sends none", remedy)
-    elif "jobs" in cluster:
-        remedy = "start its head with RAY_AUTH_MODE=token"
-        yield Finding("Ray cluster", "warn", f"{address} takes jobs from anyone who reaches it", remedy)
-    elif "error" in cluster:
-        remedy = "start it, correct RAY_ADDRESS, or unset it to run on this machine"
-        yield Finding("Ray cluster", "fail", f"{address}: {cluster['error']}", remedy)
-    else:
-        yield Finding("Ray cluster", "ok", f"{address}: {_inventory(cluster['nodes'])}")
-
-
-def _inventory(nodes: Sequence[tuple[dict[str, float], dict[str, str]]]) -> str:
-    kinds: dict[str, int] = {}
-    for resources, labels in nodes:
-        own = ", ".join(f"{key}={value}" for key, value in sorted(labels.items()) if not key.startswith("ray.io/"))
-        kind = f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs{f' ({own})' if own else ''}"
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return "; ".join(f"{number} x {kind}" for kind, number in kinds.items())
-
-
-def _mlflow(facts: Facts) -> Iterator[Finding]:
-    if facts.database == "none":
-        yield Finding("MLflow", "ok", "no database yet; the first run makes it")
-    elif facts.database == "ok":
-        yield Finding("MLflow", "ok", f"database {facts.storage}/mlflow.db can be read")
-    else:
-        remedy = "move the file away for a new one, or put a copy of it back"
-        yield Finding("MLflow", "fail", f"database {facts.storage}/mlflow.db: {facts.database}", remedy)
-
-
-def _ports(facts: Facts) -> Iterator[Finding]:
-    for server in facts.listeners:
-        found = f"{server.kind} listens on {server.address}:{server.port}"
-        if server.guarded:
-            yield Finding("open ports", "ok", f"{found}, with authentication")
-        elif server.kind == RAY:
-            remedy = "start Ray with RAY_AUTH_MODE=token, or --dashboard-host=127.0.0.1"
-            yield Finding("open ports", "fail", f"{found}, and runs what anyone sends it", remedy)
-        else:
-            yield Finding("open ports", "warn", f"{found}, open to anyone", "start it with --host 127.0.0.1, or behind a login")
-    if not facts.listeners:
-        yield Finding("open ports", "ok", "no Ray dashboard and no MLflow that other machines reach")
 
 
 def _files(facts: Facts) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ import psutil
 from fluxray.runtime.identity import masked
 from fluxray.runtime.paths import Home
 from fluxray.runtime.ports import Listener, find_listeners, json_status, safely
+from fluxray.runtime.upload import ENTRY_POINT, Upload, measure
 
 SMI_S, PROBE_S = 5.0, 8.0
 """Time limits of nvidia-smi and of a Python of its own."""
@@ -67,7 +68,9 @@ class Package(NamedTuple):
 class Facts:
     """All readings; None, or nothing, where there is none. Sizes are bytes.
 
-    `torch` and `cluster` are what the probes above print, or {"error": why}; `database` is "none", "ok" or why it cannot be read.
+    `torch` and `cluster` are what the probes above print, or {"error": why}; `job_server` is the status with which that of
+    RAY_API_SERVER_ADDRESS answers; `upload` is what a job submitted from this folder would send, if it is a checkout;
+    `database` is "none", "ok" or why it cannot be read.
     """
 
     python: str = platform.python_version()
@@ -88,6 +91,8 @@ class Facts:
     storage_type: str = ""
     environment: dict[str, str] | None = None
     cluster: dict[str, Any] | None = None
+    job_server: int | None = None
+    upload: Upload | None = None
     database: str = "none"
     num_files_max: int = 0
     compiler: str | None = None
@@ -104,6 +109,8 @@ def gather(where: Home) -> Facts:
         topology = pool.submit(safely, lambda: _run(["nvidia-smi", "topo", "-m"]), "")
         torch = pool.submit(_probe, TORCH, 4 * PROBE_S)
         cluster = pool.submit(safely, _cluster, {"error": "cannot be asked"})
+        job_server = pool.submit(safely, _job_server, None)
+        upload = pool.submit(safely, _upload, None)
         listeners = pool.submit(safely, find_listeners, [])
         packages = pool.submit(safely, _packages, [])
         there = next(path for path in (where.root, *where.root.parents) if path.exists())
@@ -126,6 +133,8 @@ def gather(where: Home) -> Facts:
             storage_type=safely(lambda: _file_system(there), ""),
             environment=env,
             cluster=cluster.result(),
+            job_server=job_server.result(),
+            upload=upload.result(),
             database=safely(lambda: _database(where.database), "cannot be read"),
             num_files_max=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             compiler=next(
@@ -148,12 +157,16 @@ def read_gpus(text: str) -> tuple[str, tuple[Gpu, ...]]:
 
 def _cluster() -> dict[str, Any] | None:
     address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        return None
-    if not address.startswith(("http://", "https://")):
-        return _probe(CLUSTER, PROBE_S)
-    status = json_status(f"{address.rstrip('/')}/api/jobs/")
-    return {"error": "does not answer as a Ray dashboard does"} if status is None else {"jobs": status}
+    return _probe(CLUSTER, PROBE_S) if address and not address.startswith(("http://", "https://")) else None
+
+
+def _job_server() -> int | None:
+    address = os.environ.get("RAY_API_SERVER_ADDRESS")
+    return json_status(f"{address.rstrip('/')}/api/jobs/") if address else None
+
+
+def _upload() -> Upload | None:
+    return measure(Path.cwd()) if Path(ENTRY_POINT).is_file() else None
 
 
 def _probe(code: str, seconds: float) -> dict[str, Any]:

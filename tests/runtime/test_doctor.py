@@ -16,6 +16,7 @@ from fluxray.runtime.doctor import GB, GIB, examine, lines, link_kind
 from fluxray.runtime.facts import Facts, Package, gather, read_gpus
 from fluxray.runtime.paths import Home
 from fluxray.runtime.ports import RAY, Listener, json_status, read_listening, server_kind
+from fluxray.runtime.upload import MIB, Upload
 
 SMI_A6000 = "NVIDIA RTX A6000, 49140 MiB, 580.95.05, 8.6, 4, 16, 16\n"
 SMI_A100 = "NVIDIA A100-SXM4-40GB, 40960 MiB, 580.95.05, 8.0, 4, 16, 16\n" * 8
@@ -87,7 +88,8 @@ NARROW, MIXED = read_gpus(SMI_A6000.replace("16, 16", "16, 8"))[1], read_gpus(SM
 TWO_NODES = {"nodes": [[{"CPU": 4}, {"fluxray.io/pool": "head", "ray.io/node-id": "x"}], [{"CPU": 96, "GPU": 8}, {}]]}
 SEES_TWO = {"torch": {"cuda": "13.0", "num_devices": 2}, "topology": square(2, "NV4")}
 NO_MLFLOW, OLD_RAY = Package("mlflow", None, ">=3.17", False), Package("ray", "2.9", ">=2.60", False)
-AT = {"RAY_ADDRESS": "http://head:8265"}
+AT = {"RAY_ADDRESS": "head:6379"}
+JOBS_AT = {"RAY_API_SERVER_ADDRESS": "http://head:8265"}
 
 FAULTS = {
     "library missing": (
@@ -124,13 +126,35 @@ FAULTS = {
     "disk small for GPUs": (A6000, {"storage_free": 50 * GB}, "storage", "warn", "take 51 GB"),
     "storage of one node": (A6000, {"cluster": TWO_NODES}, "storage", "warn", "on this node alone"),
     "cluster away": (LAPTOP, {"environment": AT, "cluster": {"error": "no answer"}}, "Ray cluster", "fail", "no answer"),
-    "cluster open": (LAPTOP, {"environment": AT, "cluster": {"jobs": 200}}, "Ray cluster", "warn", "from anyone"),
+    "cluster by its job server": (
+        LAPTOP,
+        {"environment": {"RAY_ADDRESS": "http://head:8265"}},
+        "Ray cluster",
+        "fail",
+        "http://head:8265: `fluxray train` refuses it",
+    ),
+    "job server away": (LAPTOP, {"environment": JOBS_AT}, "job server", "fail", "http://head:8265 does not answer"),
+    "job server open": (LAPTOP, {"environment": JOBS_AT, "job_server": 200}, "job server", "warn", "from anyone"),
     "token not sent": (
         LAPTOP,
-        {"environment": AT, "cluster": {"jobs": 401}},
-        "Ray cluster",
+        {"environment": JOBS_AT, "job_server": 401},
+        "job server",
         "warn",
         "`ray job submit` sends none",
+    ),
+    "checkout too large": (
+        LAPTOP,
+        {"upload": Upload(100 * MIB, "data", 99 * MIB)},
+        "working directory",
+        "warn",
+        "would upload 100.0 MiB (most in data: 99.0); the job server takes 100 MiB",
+    ),
+    "checkout with too many files": (
+        LAPTOP,
+        {"upload": Upload(9 * MIB, "data", 8 * MIB, complete=False)},
+        "working directory",
+        "warn",
+        "more than 9.0 MiB",
     ),
     "database damaged": (LAPTOP, {"database": "file is not a database"}, "MLflow", "fail", "not a database"),
     "dashboard open": (LAPTOP, {"listeners": (Listener(RAY, "0.0.0.0", 8265, False),)}, "open ports", "fail", "0.0.0.0:8265"),
@@ -156,7 +180,8 @@ def test_each_fault_is_found_alone_and_has_a_remedy(fault):
         ({"environment": {"RAY_memory_monitor_refresh_ms": "0"}}, "host memory", "Ray does not watch it"),
         ({"memory_limit": 8 * GIB}, "host memory", "8.0 GiB (of 16, by the control group)"),
         ({"listeners": (Listener(RAY, "10.0.0.1", 8265, True),)}, "open ports", "with authentication"),
-        ({"environment": {**AT, "RAY_AUTH_MODE": "token"}, "cluster": {"jobs": 401}}, "Ray cluster", "takes jobs, with a token"),
+        ({"environment": {**JOBS_AT, "RAY_AUTH_MODE": "token"}, "job_server": 401}, "job server", "takes jobs, with a token"),
+        ({"upload": Upload(MIB // 2, "fluxray", MIB // 4)}, "working directory", "would upload 0.5 MiB (most in fluxray: 0.2)"),
         (
             {"environment": AT, "cluster": TWO_NODES, "storage_type": "nfs4"},
             "Ray cluster",
@@ -258,6 +283,14 @@ def test_an_open_server_is_told_from_a_guarded_and_from_another_one(server):
     assert json_status(f"{server}/metrics") is None
     assert json_status("http://127.0.0.1:1/") is None
     assert json_status("nonsense") is None
+
+
+def test_an_address_of_a_job_server_is_no_cluster_and_is_not_asked_as_one(monkeypatch, server):
+    monkeypatch.setenv("RAY_ADDRESS", f"{server}/open")
+    assert gathering._cluster() is None
+    monkeypatch.setattr(gathering, "json_status", lambda url: [url])
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://head:8265/")
+    assert gathering._job_server() == ["http://head:8265/api/jobs/"]
 
 
 def test_a_hung_server_and_a_hung_probe_end_in_time(monkeypatch):
