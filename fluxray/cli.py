@@ -37,7 +37,9 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray an
 def train(overrides: Overrides = None, profile: Profile = None, model: Model = None, verbose: Verbose = False) -> None:
     """Train a model, or go on with the run called name=NAME."""
     from fluxray.config.load import resolve
+    from fluxray.runtime.stopping import interrupt_on_sigterm
 
+    interrupt_on_sigterm()
     config = resolve(profile, model, overrides or ())
     from fluxray.runtime.launch import train as launch
 

@@ -36,6 +36,12 @@ def check_consistent(config: TrainConfig) -> None:
         raise ConfigError(
             f"resources.accelerator: {config.resources.accelerator!r} is a GPU, and resources.gpu is 0; set resources.gpu=1"
         )
+    if workers > 1 and 0 < config.resources.gpu <= 1 / 2:
+        raise ConfigError(
+            f"resources.gpu: {config.resources.gpu:g} puts several of resources.num_workers {workers} on one card, and NCCL "
+            f"wants one for each; set resources.gpu=1, or resources.num_workers=1 and "
+            f"batch.accumulation_steps={batch.accumulation_steps * workers}"
+        )
     if config.engine.kind == "stream" and workers != 1:
         raise ConfigError(f"resources.num_workers: {workers}, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded")
     if config.storage is not None and not config.storage.startswith("/"):

@@ -13,10 +13,14 @@ from pathlib import Path
 
 import ray
 from ray.autoscaler.sdk import request_resources
+from ray.exceptions import RayError
 
 import fluxray
 from fluxray.config.schema import ResourcesConfig, TrainConfig
 from fluxray.errors import PlanError
+from fluxray.runtime.objectstore import PLACE_VARIABLES
+from fluxray.runtime.sharing import mps_limits, served_card
+from fluxray.runtime.stopping import interrupt_on_sigterm
 
 FREE_TIMEOUT_S = 10.0
 """How long resources that an ended run still holds may take to come back."""
@@ -24,6 +28,9 @@ FREE_TIMEOUT_S = 10.0
 POLL_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 """Ray itself goes on for many minutes trying to reach a cluster that is not there."""
+
+PROBE_S = 60.0
+"""How long a look at a worker's card may take, the start of a process included."""
 
 GRAIN = 1e-4
 """Ray counts resources in steps of this size."""
@@ -58,6 +65,7 @@ def session(verbose: bool) -> Iterator[int | None]:
             ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
         except (ConnectionError, ValueError) as error:
             raise PlanError(f"RAY_ADDRESS: {address!r} cannot be reached ({_first_line(error)}); unset it to run here") from None
+    interrupt_on_sigterm()  # Ray has put a handler of its own in its place
     try:
         yield len(os.sched_getaffinity(0)) if address == "local" else None
     finally:
@@ -81,6 +89,16 @@ def _check_address(address: str) -> None:
             f"RAY_ADDRESS: {address!r} does not answer ({_first_line(error)}); start that cluster, correct the address, "
             f"or unset it to run here"
         ) from None
+
+
+def check_machine(asked: ResourcesConfig) -> None:
+    """Raise PlanError for more than this machine has where no cluster is named, before Ray takes its time to start here."""
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
+        return
+    import torch
+
+    here = Node({"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}, {})
+    check_fits(asked.model_copy(update={"label_selector": {}, "accelerator": None}), [here], owner="this machine")
 
 
 def check_resources(asked: ResourcesConfig) -> None:
@@ -124,8 +142,8 @@ def _fits(asked: ResourcesConfig) -> bool:
     return True
 
 
-def check_fits(asked: ResourcesConfig, nodes: Sequence[Node]) -> None:
-    """Raise PlanError if `nodes`, all free, could not hold the workers: what is there, what was asked, which keys to change."""
+def check_fits(asked: ResourcesConfig, nodes: Sequence[Node], owner: str = "the cluster") -> None:
+    """Raise PlanError if `nodes`, all free, could not hold the workers: what is asked, what `owner` has, which key to change."""
     labelled = [node for node in nodes if _matches(node.labels, asked.label_selector)]
     if not labelled:
         labels = sorted(
@@ -146,24 +164,44 @@ def check_fits(asked: ResourcesConfig, nodes: Sequence[Node]) -> None:
         raise PlanError(f"resources.accelerator: {asked.accelerator!r} is on none of the cluster's {_nodes(labelled)}; {hint}")
     room = sum(_room(node, asked) for node in fitting)
     if room < asked.num_workers:
-        raise PlanError(_too_small(asked, fitting, room))
+        raise PlanError(_too_small(asked, fitting, room, owner))
 
 
-def worker_environment(config: TrainConfig, local_cores: int | None) -> dict[str, str]:
+def find_served_card(asked: ResourcesConfig) -> int | None:
+    """Return the memory (bytes) of a card that a worker would share under NVIDIA's MPS; None for whole cards and without MPS."""
+    if not 0 < asked.gpu < 1:
+        return None
+    selector = dict(asked.label_selector) or None
+    probe = ray.remote(served_card).options(
+        num_cpus=0, num_gpus=asked.gpu, accelerator_type=asked.accelerator, label_selector=selector
+    )
+    try:
+        return ray.get(probe.remote(), timeout=PROBE_S)
+    except (RayError, TimeoutError) as error:
+        print(f"whether MPS serves the card is not known ({_first_line(error)}): its limits are not set", flush=True)
+        return None
+
+
+def worker_environment(config: TrainConfig, local_cores: int | None, served_memory: int | None = None) -> dict[str, str]:
     """Return the environment of each worker, which must be set before torch is imported there.
 
     `local_cores` is the number of cores that a lone CPU worker may use all of; None on a cluster shared with others.
+    `served_memory` is the memory (bytes) of a card that MPS shares out; None without MPS.
     """
     resources = config.resources
     alone = resources.num_workers == 1 and resources.gpu == 0 and local_cores is not None
     threads = str(local_cores if alone else max(1, int(resources.cpu)))
     env = {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(THREAD_VARIABLES, threads)}
+    if config.checkpoint.mirror is not None:
+        env |= {name: os.environ[name] for name in PLACE_VARIABLES if name in os.environ}
     if config.allocator != "native":
         env["PYTORCH_ALLOC_CONF"] = env["PYTORCH_CUDA_ALLOC_CONF"] = ALLOCATORS[config.allocator]
     if config.deterministic:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if resources.gpu > 0:
         env |= {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if served_memory is not None:
+        env |= mps_limits(resources.gpu, served_memory)
     return env
 
 
@@ -198,7 +236,7 @@ def _room(node: Node, asked: ResourcesConfig) -> int:
     return min(math.floor((node.resources.get(name, 0) + GRAIN) / need) for name, need in needs.items() if need > 0)
 
 
-def _too_small(asked: ResourcesConfig, nodes: Sequence[Node], room: int) -> str:
+def _too_small(asked: ResourcesConfig, nodes: Sequence[Node], room: int, owner: str) -> str:
     workers = asked.num_workers
     shares = [f"{share:g} {name}" for name, share in (("GPU", asked.gpu), ("CPU", asked.cpu)) if share > 0]
     key = "resources.num_workers" if room else "resources.cpu"
@@ -209,7 +247,7 @@ def _too_small(asked: ResourcesConfig, nodes: Sequence[Node], room: int) -> str:
         remedy = "set RAY_ADDRESS to a cluster with GPUs, or use --profile cpu"
     return (
         f"{key}: {workers} {'worker' if workers == 1 else 'workers'} of {' and '.join(shares)} each are asked for, "
-        f"the cluster has {_inventory(nodes)} and room for {room}; {remedy}"
+        f"{owner} has {_inventory(nodes)} and room for {room}; {remedy}"
     )
 
 

@@ -36,6 +36,10 @@ CONTROLLER_FAILURES = 2
 """Ray's default is to try for ever."""
 
 
+NCCL_GRACE_S = 30.0
+"""How much longer NCCL waits for a lost rank than the host's network: it ends the process, which then cannot say what it saw."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """What a run calls of the worker's module: on the driver before anything is started, and on each worker."""
@@ -63,6 +67,7 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
     `label` begins the name of a run that has none. Raises FluxrayError for the user's faults, FailedError, StoppedError.
     """
     check_available(config)
+    cluster.check_machine(config.resources)
     run = prepare(config, label)
     print("preparing data, tokenizer and model", flush=True)
     steps.preflight(run.config, run.home.cache)
@@ -87,6 +92,8 @@ def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluatio
     if not committed_checkpoints(run_dir):
         raise CheckpointError(f"RUN: {run_dir.name} has no checkpoint yet; train it to checkpoint.every_steps first")
     scratch = run_dir / ".evaluation"
+    cluster.check_machine(config.resources)
+    print(f"evaluating {run_dir.name}: starting", flush=True)
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(config.resources)
         cache = home(config.storage).cache
@@ -100,7 +107,6 @@ def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluatio
 def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSummary:
     """Run `assignment` on Ray Train, whose own files go to `ray_dir`; shows progress meanwhile. Raises like `train`."""
     config, board, name = assignment.config, assignment.board, assignment.run_dir.name
-    again = f"the same command with name={name} goes on from its last checkpoint" if assignment.tracking else "try again"
 
     def request_stop() -> None:
         print("stopping: finishing this step and saving it; once more stops at once, without saving", flush=True)
@@ -113,27 +119,42 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
     except (TrainingFailedError, RayError) as error:
         fault = posted_fault(board)
         told = explain(error, assignment.run_dir, silent_ranks(board))
-        raise fault or FailedError(f"{told}; {again}") from (None if fault else error)
+        raise fault or FailedError(f"{told}; {_again(assignment)}") from (None if fault else error)
     except (KeyboardInterrupt, SystemExit):
-        raise StoppedError(f"run {name} was stopped; {again}") from None
+        raise StoppedError(f"run {name} was stopped; {_again(assignment)}") from None
     if "fault" in outcome:
         raise rebuild_fault(outcome["fault"])
     summary: RunSummary = outcome["summary"]
     if summary.eval_loss is None:
-        raise StoppedError(f"run {name} was stopped at step {summary.step} and saved; {again}")
+        raise StoppedError(f"run {name} was stopped at step {summary.step} and saved; {_again(assignment)}")
     return summary
 
 
 def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> dict[str, Any]:
+def _again(assignment: Assignment) -> str:
+    """Return what the same command would do now."""
+    if assignment.tracking is None:
+        return "try again"
+    command = f"the same command with name={assignment.run_dir.name}"
+    try:
+        saved = bool(committed_checkpoints(assignment.run_dir))
+    except CheckpointError as error:
+        return str(error)
+    return f"{command} goes on from its last checkpoint" if saved else f"{command} begins anew, there is no checkpoint yet"
+
+
     """Return what rank 0's `work` returns. A controller that dies is started anew, and goes on from the last commit."""
     config = assignment.config
     num_deaths = 0
+    on_gpus = config.resources.gpu > 0
+    served_memory = cluster.find_served_card(config.resources)
     while True:
         trainer = TorchTrainer(
             work,
             train_loop_config={"assignment": assignment},
             torch_config=TorchConfig(
-                backend="nccl" if config.resources.gpu > 0 else "gloo", timeout_s=math.ceil(config.resources.collective_timeout_s)
+                backend="nccl" if on_gpus else "gloo",
+                timeout_s=math.ceil(config.resources.collective_timeout_s + (NCCL_GRACE_S if on_gpus else 0)),
             ),
             scaling_config=scaling(config),
             run_config=RunConfig(
@@ -143,7 +164,7 @@ def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) 
                     max_failures=config.resources.max_failures, controller_failure_limit=CONTROLLER_FAILURES
                 ),
                 checkpoint_config=CheckpointConfig(num_to_keep=config.checkpoint.keep),
-                worker_runtime_env={"env_vars": cluster.worker_environment(config, local_cores)},
+                worker_runtime_env={"env_vars": cluster.worker_environment(config, local_cores, served_memory)},
             ),
         )
         try:

@@ -12,6 +12,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.2
 
 
+def interrupt_on_sigterm() -> None:
+    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does, as long as there is no step to finish. For the main thread alone."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @contextmanager
 def on_stop_signal(request: Callable[[], None]) -> Iterator[None]:
     """Call `request` at the first SIGINT or SIGTERM inside the context, raise KeyboardInterrupt at the second.

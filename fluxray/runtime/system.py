@@ -37,7 +37,7 @@ def _nvml() -> Callable[[], dict[str, float]] | None:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = _visible(pynvml)
+        handles = visible_gpus(pynvml)
     except Exception:  # noqa: BLE001 - no package, no driver, no GPU: all the same here
         return None
 
@@ -52,7 +52,7 @@ def _nvml() -> Callable[[], dict[str, float]] | None:
     return read
 
 
-def _visible(nvml: Any) -> list[Any]:
+def visible_gpus(nvml: Any) -> list[Any]:
     """Return NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     words = [str(index) for index in range(nvml.nvmlDeviceGetCount())] if named is None else named.split(",")

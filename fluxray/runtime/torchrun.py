@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fluxray.checkpoint import committed
@@ -81,6 +82,12 @@ def _configured(profile: str | None, model: str | None, overrides: Sequence[str]
         raise ConfigError(
             f"resources.num_workers: {config.resources.num_workers}, but torchrun started {num_ranks} processes; "
             f"set resources.num_workers={num_ranks} or --nproc_per_node"
+        )
+    num_here, num_cards = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count()
+    if config.resources.gpu > 0 and num_here > num_cards:
+        raise ConfigError(
+            f"--nproc_per_node: {num_here} processes on a machine with {num_cards} GPUs, and NCCL wants one for each; "
+            f"start no more than there are, or use --profile cpu"
         )
     return config
 

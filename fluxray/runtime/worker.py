@@ -105,6 +105,7 @@ def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
 
 def load_data(config: TrainConfig, cache_dir: Path) -> TextData:
     """Return the rows of a run, tokenised once under `cache_dir`."""
+    context.notify("loading data, model and checkpoint")
     if config.model.weights is not None:
         vocab_size = library_config(config.model).vocab_size
     else:

@@ -26,6 +26,10 @@ CONTRADICTIONS = {
     ),
     ("allocator=async",): "allocator: 'async' is CUDA's, and resources.gpu is 0; set native",
     ("resources.accelerator=A100",): "resources.accelerator: 'A100' is a GPU, and resources.gpu is 0; set resources.gpu=1",
+    ("resources.gpu=0.5", "resources.num_workers=2"): (
+        "resources.gpu: 0.5 puts several of resources.num_workers 2 on one card, and NCCL wants one for each; "
+        "set resources.gpu=1, or resources.num_workers=1 and batch.accumulation_steps=8"
+    ),
     ("engine.kind=stream", "resources.num_workers=2"): (
         "resources.num_workers: 2, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded"
     ),
@@ -53,6 +57,8 @@ def test_consistent_keys_pass():
     resolve(overrides=["allocator=async", "resources.gpu=1", "resources.accelerator=RTX-A6000"])
 
 
+    resolve(overrides=["resources.gpu=0.25"])
+    resolve(overrides=["resources.gpu=0.75", "resources.num_workers=2"])  # no two of them fit on one card
 @pytest.mark.parametrize(("words", "message"), NOT_YET.items())
 def test_what_this_version_cannot_run_resolves_and_is_refused_at_start(words, message):
     with pytest.raises(ConfigError) as refused:

@@ -84,6 +84,42 @@ def test_cuda_settings_follow_the_configuration():
     assert asynchronous["PYTORCH_ALLOC_CONF"] == "backend:cudaMallocAsync"
 
 
+def test_a_share_of_a_card_that_mps_serves_limits_the_process():
+    half = resolve("cpu", "lm-tiny", {"resources.gpu": 0.5})
+    assert not any(name.startswith("CUDA_MPS") for name in worker_environment(half, None))
+    env = worker_environment(half, None, served_memory=48 * 2**30)
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={24 * 1024}M"
+    third = worker_environment(resolve("cpu", "lm-tiny", {"resources.gpu": 0.33}), None, served_memory=10**9)
+    assert (third["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"], third["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"]) == ("33", "0=314M")
+
+
+@pytest.mark.parametrize("gpu", [0, 1, 2])
+def test_whole_cards_are_not_looked_at_for_mps(gpu, monkeypatch):
+    monkeypatch.setattr(cluster.ray, "remote", None)
+    assert cluster.find_served_card(ResourcesConfig(gpu=gpu)) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"num_workers": 10_000},
+            r"^resources\.num_workers: 10000 workers .* this machine has .* room for \d+; set resources\.num_w",
+        ),
+        ({"gpu": 1000, "label_selector": {"pool": "x"}}, r"^resources\.gpu: 1 worker of 1000 GPU and 1 CPU .* this machine has"),
+    ],
+)
+def test_what_this_machine_cannot_hold_is_refused_before_ray_is_started(asked, message, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "init", None)
+    with pytest.raises(PlanError, match=message):
+        cluster.check_machine(ResourcesConfig(**asked))
+    cluster.check_machine(ResourcesConfig())
+    monkeypatch.setenv("RAY_ADDRESS", "head-node:6379")
+    cluster.check_machine(ResourcesConfig(**asked))
+
+
 @pytest.mark.parametrize(("arrives_after", "outcome"), [(0, "at once"), (3, "waited"), (99, "refused")])
 def test_nodes_that_an_autoscaler_may_start_are_asked_for_and_awaited(monkeypatch, capsys, arrives_after, outcome):
     asked = ResourcesConfig(num_workers=8, cpu=4, gpu=1, wait_s=5, label_selector={"pool": "group"})

@@ -91,6 +91,7 @@ def test_evaluate_and_export_take_the_run_by_name(home: Path, tmp_path: Path) ->
     evaluated = fluxray(home, tmp_path, *CLI, "evaluate", "one")
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     loss = history(home, "one", "eval/loss")[20]
+    assert evaluated.stdout.startswith("evaluating one: starting\nloading data, model and checkpoint\n")
     assert f"{loss:.4f}" in evaluated.stdout
 
     exported = fluxray(home, tmp_path, *CLI, "export", "one", "model")

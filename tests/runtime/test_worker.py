@@ -18,7 +18,7 @@ from fluxray.config.load import resolve
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError, ConfigError, DataError
 from fluxray.protocols import Report, RunState, RunSummary, Schedule
-from fluxray.runtime import worker
+from fluxray.runtime import torchrun, worker
 from fluxray.runtime.worker import WorkerContext, preflight, run_evaluation, run_worker
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -243,6 +243,19 @@ def test_preflight_refuses_in_one_line(override: str, fault: type[Exception], me
 
 
 @pytest.mark.slow
+def test_more_processes_than_gpus_are_refused_before_nccl_meets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    words = ["resources.num_workers=8", "resources.gpu=1"]
+    with pytest.raises(
+        ConfigError, match=r"^--nproc_per_node: 4 processes on a machine with 2 GPUs, and NCCL wants one for each"
+    ):
+        torchrun._configured("cpu", "lm-tiny", words)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert torchrun._configured("cpu", "lm-tiny", words).resources.num_workers == 8
+
+
 def test_the_same_worker_runs_under_torchrun(tmp_path: Path) -> None:
     words = [*SMALL, "resources.num_workers=2", "batch.accumulation_steps=1", "name=without-ray", f"storage={tmp_path}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "fluxray.runtime.worker"]
