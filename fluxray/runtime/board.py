@@ -55,7 +55,7 @@ class Board:
         return Snapshot(self._step, dict(self._metrics), self._notices[num_seen:])
 
     def beat(self, rank: int, step: int) -> bool:
-        """Note that a rank has finished `step`; return whether the run should stop."""
+        """Note that a rank is alive and has finished `step` (-1: none yet); return whether the run should stop."""
         self._beats[rank] = (step, time.monotonic())
         return self._stops
 
@@ -129,7 +129,8 @@ def silent_ranks(board: Any) -> str | None:
         return None
     newest = min((age for _, age in beats.values()), default=0.0)
     silent = {rank: step for rank, (step, age) in sorted(beats.items()) if age > newest + SILENCE_S}
-    return ", ".join(f"worker {rank} has said nothing since step {step}" for rank, step in silent.items()) or None
+    since = {rank: f"step {step}" if step >= 0 else "it was started" for rank, step in silent.items()}
+    return ", ".join(f"worker {rank} has said nothing since {when}" for rank, when in since.items()) or None
 
 
 def rebuild_fault(fault: Fault) -> FluxrayError:

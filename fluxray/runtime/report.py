@@ -21,6 +21,9 @@ BEAT_EVERY_S = 1.0
 FAULT_AGREEMENT_S = 5.0
 """How long a rank that met a user's fault waits for the others to meet one."""
 
+ALIVE_S = 2.0
+"""How long a rank that fails waits for the driver to hear of it."""
+
 WorkerFn = Callable[[TrainConfig, WorkerContext], RunSummary]
 
 
@@ -61,6 +64,9 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         return {"fault": fault}
     finally:
         reporter.close()
+    except Exception:
+        reporter.show_alive()
+        raise
 
 
 class Reporter:
@@ -71,7 +77,8 @@ class Reporter:
         self._registered = {path.name for path in registered_checkpoints(assignment.run_dir)}
         self._board = assignment.board
         self._rank = rank
-        self._answer: Any = None
+        self._step = -1
+        self._answer: Any = self._board.beat.remote(rank, self._step)
         self._beat_at = 0.0
         self._stops = False
         logs = rank == 0 and assignment.tracking is not None
@@ -102,6 +109,7 @@ class Reporter:
             self._board.notify.remote(text)
 
     def close(self) -> None:
+        self._step = step
         """Leave what MLflow has not got yet to the driver."""
         if self._writer is not None:
             self._writer.close()
@@ -110,6 +118,10 @@ class Reporter:
         """Let Ray register a checkpoint as soon as it is durable, and delete the oldest beyond the number to keep.
 
         Metrics up to it are made durable first: a run that goes on from it does not repeat them.
+    def show_alive(self) -> None:
+        """Tell the driver that this rank still runs: who waited in vain for a silent one must not look silent too."""
+        ray.wait([self._board.beat.remote(self._rank, self._step)], timeout=ALIVE_S)
+
         One that was registered before and has been written anew (a damaged one, or the last of a run that had ended) keeps its
         place: registered twice, Ray would delete it while it still counts it.
         """

@@ -175,7 +175,7 @@ def broken(config, context):
     raise ZeroDivisionError(f"boom at {newest(context)}")
 
 
-def test_a_failed_evaluation_is_explained_and_leaves_the_run_as_it_is(cluster, storage):
+def test_a_failed_evaluation_is_explained_and_leaves_the_run_as_it_is(cluster, storage, capsys):
     from fluxray.runtime.launch import evaluate
     from fluxray.runtime.outcome import FailedError
 
@@ -186,6 +186,7 @@ def test_a_failed_evaluation_is_explained_and_leaves_the_run_as_it_is(cluster, s
     ) as failure:
         evaluate(run_dir, run=broken)
     assert "\n" not in str(failure.value)
+    assert capsys.readouterr().out.startswith("evaluating killed: starting\n"), "what takes long says so at once"
     assert "Traceback" in (run_dir / "failure.txt").read_text()
     assert {path.relative_to(run_dir) for path in run_dir.rglob("*")} - before == {Path("failure.txt")}
     assert mlflow_runs(storage, "killed")[0] == ["FINISHED"]
@@ -249,3 +250,31 @@ def test_a_fault_on_one_rank_is_code_2_and_is_not_repeated(cluster, storage, mon
     assert capsys.readouterr().err == "fluxray: error: data.source: 'x' is empty; name another file\n"
     assert sorted(said(storage, "fault")) == ["rank 0", "rank 1"]
     assert mlflow_runs(storage, "fault") == (["FAILED"], [[]])
+
+
+def one_rank_hangs(config, context):
+    """Fall silent on rank 1 after three steps, which rank 0 waits for in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    for step in range(1, 9):
+        if context.rank == 1 and step == 4:
+            time.sleep(10_000)
+        dist.all_reduce(torch.ones(1))
+        context.heartbeat(step)
+        time.sleep(1.1)  # a heartbeat is sent once a second
+    raise AssertionError("unreachable")
+
+
+def test_a_rank_that_hangs_is_named_once_the_time_of_the_others_is_over(cluster, storage):
+    from fluxray.runtime.outcome import FailedError
+
+    asked = {"resources.num_workers": 2, "resources.max_failures": 0, "resources.collective_timeout_s": 9, "batch.micro_size": 4}
+    start = time.monotonic()
+    with pytest.raises(
+        FailedError, match=r"^run hung: worker 0 failed: .*[Tt]imed out.* \(worker 1 has said nothing since step"
+    ) as end:
+        launch(configure(storage, "hung", **asked), one_rank_hangs)
+    assert "begins anew, there is no checkpoint yet" in str(end.value) and "\n" not in str(end.value)
+    assert time.monotonic() - start > 9
+    assert "Traceback" in (storage / "runs" / "hung" / "failure.txt").read_text()
