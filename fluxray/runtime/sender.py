@@ -38,14 +38,16 @@ LOCK_FILE = "sender.lock"
 class Target:
     """Where a run is recorded.
 
-    `home` is the root folder of an embedded database, None for a server; `system_metrics_s` are the seconds between two readings
-    of the machine, 0 for none; `is_down` says that nothing answered at the start, which the user has been told.
+    `home` is the root folder of an embedded database, else None; `artifacts` is where a new experiment keeps its files, None
+    where a server decides; `system_metrics_s` are the seconds between two readings of the machine, 0 for none; `is_down` says
+    that nothing answered at the start, which the user has been told.
     """
 
     uri: str = field(repr=False)
     experiment: str
     run_dir: Path
     home: Path | None = None
+    artifacts: Path | None = None
     system_metrics_s: int = 0
     is_down: bool = False
 
@@ -185,8 +187,8 @@ class Sender:
         home = self._target.home
         with _locked(home / ".mlflow.lock") if home else nullcontext():
             self._client = connect(self._target.uri)
-            artifacts = (home / "mlartifacts" / self._target.experiment).as_uri() if home else None
-            experiment = _experiment(self._client, self._target.experiment, artifacts)
+            artifacts = self._target.artifacts
+            experiment = _experiment(self._client, self._target.experiment, artifacts.as_uri() if artifacts else None)
             run = _find(self._client, experiment, identity) or self._client.create_run(
                 experiment, start_time=identity.started, run_name=identity.name, tags=dict(identity.tags)
             )
@@ -212,6 +214,7 @@ def connect(uri: str) -> Any:
 def check_answer(error: Exception, target: Target) -> None:
     """Raise ConfigError if `error`, met at the start of a run, will not go away by itself."""
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import ArgumentError
 
     if isinstance(error, ConfigError):
         raise error
@@ -219,7 +222,10 @@ def check_answer(error: Exception, target: Target) -> None:
         raise ConfigError(
             f"tracking.uri: {target.shown} was made by another MLflow; copy the database, then run `mlflow db upgrade` on it"
         )
-    if target.home is not None or (isinstance(error, MlflowException) and not _is_temporary(error)):
+    if isinstance(error, ImportError):
+        raise ConfigError(f"tracking.uri: {target.shown} needs the Python package {error.name}; install it, or drop the key")
+    lasting = isinstance(error, ArgumentError) or (isinstance(error, MlflowException) and not _is_temporary(error))
+    if target.home is not None or lasting:
         raise ConfigError(f"tracking.uri: {target.shown} cannot be used ({short(error)}); correct or drop the key")
 
 

@@ -4,6 +4,7 @@ Everything goes to the run's spool first. Rank 0 sends from a thread of its own,
 `sync` whatever is left.
 """
 
+import re
 import threading
 import time
 from collections import deque
@@ -40,6 +41,9 @@ MAX_START_S, MAX_END_S = 10.0, 60.0
 CLOSE_S = 2.0
 """How long rank 0 waits at its end for the call that is under way."""
 
+DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)(\+\w+)?:")
+"""Addresses that MLflow's client opens itself: it would keep artifacts in the folder that it happens to run in."""
+
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Notify = Callable[[str], None]
 
@@ -57,8 +61,15 @@ def tracking_uri(config: TrainConfig, where: Home) -> str:
 def target_of(config: TrainConfig, where: Home, run_dir: Path) -> Target:
     """Return where the run in `run_dir` is recorded."""
     uri = tracking_uri(config, where)
-    embedded = where.root if uri.startswith("sqlite:") else None
-    return Target(uri, config.tracking.experiment, run_dir, embedded, config.tracking.system_metrics_s)
+    experiment = config.tracking.experiment
+    return Target(
+        uri,
+        experiment,
+        run_dir,
+        home=where.root if uri.startswith("sqlite:") else None,
+        artifacts=where.artifacts / experiment if DATABASE.match(uri) else None,
+        system_metrics_s=config.tracking.system_metrics_s,
+    )
 
 
 def start_run(config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[str, Any] | None) -> Target:

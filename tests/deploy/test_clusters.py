@@ -8,6 +8,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import start
+from sqlalchemy.engine import make_url
 
 from fluxray.config.load import resolve
 from fluxray.config.schema import ResourcesConfig
@@ -78,6 +79,12 @@ def test_every_process_wants_the_token_and_shows_no_port(path: Path) -> None:
     servers = [line for line in commands(config) if "mlflow server" in line]
     assert len(servers) == 1 and "--host 127.0.0.1" in servers[0] and "MLFLOW_BACKEND_URI" in servers[0]
     assert "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false" in servers[0]
+
+
+def test_the_driver_that_a_postgresql_address_means_is_installed() -> None:
+    driver = make_url("postgresql://host/mlflow").get_dialect().driver
+    for path in (AWS, ONPREM, ROOT / "deploy" / "Dockerfile"):
+        assert f"{driver}[binary]" in path.read_text()
 
 
 @pytest.mark.parametrize("path", [AWS, ONPREM], ids=lambda path: path.name)

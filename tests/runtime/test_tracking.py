@@ -14,7 +14,7 @@ from fluxray.errors import ConfigError
 from fluxray.runtime import delivery, sender, spool, tracking
 from fluxray.runtime.paths import CONFIG_FILE, Home
 from fluxray.runtime.sender import BusyError, Sender
-from fluxray.runtime.tracking import MetricWriter, finish_run, start_run, sync, tracking_uri
+from fluxray.runtime.tracking import MetricWriter, finish_run, start_run, sync, target_of, tracking_uri
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -292,6 +292,52 @@ def test_an_artifact_that_cannot_be_stored_does_not_hold_up_what_follows(run, mo
     assert told == [
         f"MLflow at {target.uri} cannot store tokenizer (PermissionError: artifacts are read-only): it stays in {run_dir}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("uri", "in_home"),
+    [
+        (None, True),
+        ("sqlite:////elsewhere/mlflow.db", True),
+        ("postgresql://ann@db/mlflow", True),
+        ("postgresql+psycopg2://db/mlflow", True),
+        ("mysql+pymysql://db/mlflow", True),
+        ("http://mlflow:5000", False),
+        ("databricks", False),
+    ],
+)
+def test_new_experiments_of_a_database_keep_their_files_in_the_home(where, uri, in_home):
+    config = resolve(overrides={} if uri is None else {"tracking.uri": uri})
+    target = target_of(config, where, where.runs / "x")
+    assert target.artifacts == (where.artifacts / "fluxray" if in_home else None)
+    assert (target.home is not None) == (uri is None or uri.startswith("sqlite"))
+
+
+def test_files_of_a_run_in_a_database_server_do_not_go_where_it_happens_to_run(where, monkeypatch, tmp_path):
+    connect = sender.connect
+    monkeypatch.setattr(sender, "connect", lambda uri: connect(f"sqlite:///{where.database}"))
+    monkeypatch.chdir(tmp_path)
+    uri = "postgresql://ann@db/mlflow"
+    config, run_dir = prepared(where, "server", **{"tracking.uri": uri, "tracking.experiment": "in-a-server"})
+    target = start_run(config, where, run_dir, None)
+    send(target)
+    location = client(target_of(resolve(), where, run_dir)).get_experiment_by_name("in-a-server").artifact_location
+    assert location == (where.artifacts / "in-a-server").as_uri()
+    assert [path.name for path in (where.artifacts / "in-a-server").rglob("*.yaml")] == [CONFIG_FILE]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("mysql+aiomysql", r"needs the Python package aiomysql; install it, or drop the key$"),
+        ("postgresql+pigeon", r"cannot be used \(NoSuchModuleError: .*pigeon\); correct or drop the key$"),
+    ],
+)
+def test_a_database_whose_driver_is_not_there_is_refused_by_name(where, scheme, reason):
+    config, run_dir = prepared(where, scheme.replace("+", "-"), **{"tracking.uri": f"{scheme}://ann@db/mlflow"})
+    with pytest.raises(ConfigError, match=r"^tracking\.uri: [a-z+]+://\*\*\*@db/mlflow " + reason):
+        start_run(config, where, run_dir, None)
 
 
 def test_a_password_is_never_shown_or_written_down(where, capsys):
