@@ -28,7 +28,7 @@ Model = Annotated[
     str | None, typer.Option(help="Preset (lm-tiny, flux2-seed, neox-20b), path:DIR or hf:NAME.", show_default=False)
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys.", show_default=False)]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder; or MIRROR/RUN.")]
 Storage = Annotated[str | None, typer.Option(help="Folder of the runs; default: $FLUXRAY_HOME, ~/.fluxray.", show_default=False)]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray and the workers print.")]
 
@@ -82,9 +82,10 @@ def config(
 @app.command()
 def evaluate(run: Run, storage: Storage = None, verbose: Verbose = False) -> None:
     """Print loss and perplexity of a run's newest checkpoint on its held-out split."""
-    from fluxray.runtime.paths import find_run, home
+    from fluxray.runtime.stopping import interrupt_on_sigterm
 
-    run_dir = find_run(run, home(storage))
+    interrupt_on_sigterm()
+    run_dir = _run_dir(run, storage)
     from fluxray.runtime.launch import evaluate as launch
 
     summary = launch(run_dir, verbose=verbose)
@@ -99,9 +100,7 @@ def export(
     storage: Storage = None,
 ) -> None:
     """Write a run's newest checkpoint as a folder that transformers loads."""
-    from fluxray.runtime.paths import find_run, home
-
-    run_dir = find_run(run, home(storage))
+    run_dir = _run_dir(run, storage)
     from fluxray.export import export_run
 
     print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype)}")
@@ -137,15 +136,22 @@ def checkpoints(
 
     if step is not None and copy is None:
         raise ConfigError("--step: has no effect without --copy; drop it or name a folder with --copy")
-    run_dir = find_run(run, home(storage))
     from fluxray.runtime import checkpoints as kept
+    from fluxray.runtime.mirrored import lines_at, lines_of
 
+    if "://" in run:
+        if verify or prune is not None or copy is not None:
+            raise ConfigError(f"RUN: {run} is only listed; `fluxray evaluate` fetches it, then name the run")
+        print("\n".join(lines_at(run)))
+        return
+    run_dir = find_run(run, home(storage))
     if copy is not None:
         print(f"copied {run_dir.name} to {kept.copy(run_dir, copy.expanduser().absolute(), step)}")
     for path in kept.prune(run_dir, prune, verify) if prune is not None else ():
         print(f"deleted {path.name}")
     entries = kept.list_checkpoints(run_dir, verify)
-    print("\n".join(kept.table(entries)) if entries else f"{run_dir.name} has no checkpoint yet")
+    shown = kept.table(entries) if entries else [f"{run_dir.name} has no checkpoint yet"]
+    print("\n".join([*shown, *lines_of(run_dir)]))
     if num_damaged := sum(entry.fault is not None for entry in entries):
         what = f"{num_damaged} of {len(entries)} checkpoints of {run_dir.name}"
         raise FailedError(f"{what} cannot be used; `--verify --prune N` deletes them")
@@ -197,6 +203,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = _end("stopped", "nothing is running any more", STOPPED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run_dir(run: str, storage: str | None) -> Path:
+    """Return the folder of a run, given by name or folder; one given as MIRROR/RUN is fetched first."""
+    from fluxray.runtime.paths import find_run, home
+
+    if "://" not in run:
+        return find_run(run, home(storage))
+    from fluxray.runtime.mirrored import fetch_run
+
+    return fetch_run(run, home(storage), print)
 
 
 def _end(what: str, message: object, code: int) -> int:

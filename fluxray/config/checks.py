@@ -1,5 +1,6 @@
 """What no single key can know: contradictions between keys, and values whose code is not there yet."""
 
+from fluxray.config.mirror import check_mirror
 from fluxray.config.schema import DataConfig, TrainConfig
 from fluxray.errors import ConfigError
 
@@ -46,6 +47,8 @@ def check_consistent(config: TrainConfig) -> None:
         raise ConfigError(f"resources.num_workers: {workers}, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded")
     if config.storage is not None and not config.storage.startswith("/"):
         raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
+    if config.checkpoint.mirror is not None:
+        check_mirror(config.checkpoint.mirror)
 
 
 def check_available(config: TrainConfig) -> None:

@@ -120,6 +120,10 @@ class CheckpointConfig(Section):
     every_steps: int = Field(default=200, ge=1)
     asynchronous: bool = Field(default=True, description="write while training goes on, from a copy in host memory")
     keep: int = Field(default=2, ge=1)
+    mirror: str | None = Field(
+        default=None,
+        description="s3://BUCKET/PREFIX, gs:// or file:///FOLDER: an object store that gets a copy of each checkpoint",
+    )
 
 
 class ResourcesConfig(Section):

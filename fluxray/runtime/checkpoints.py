@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fluxray.checkpoint import CheckpointReader, committed, directory_name
 from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError, one_line
@@ -49,7 +50,36 @@ def list_checkpoints(run_dir: Path, verify: bool = False) -> list[Entry]:
     return [_examine(path, verify, path.name in counting) for path in committed(run_dir)]
 
 
-def table(entries: Sequence[Entry]) -> list[str]:
+class Listed(Protocol):
+    """What a row of the table shows."""
+
+    @property
+    def path(self) -> Path:
+        """Its folder; the name tells the step."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its files."""
+        ...
+
+    @property
+    def saved_at(self) -> float:
+        """Seconds since the epoch."""
+        ...
+
+    @property
+    def num_ranks(self) -> int | None:
+        """How many wrote it, if that is known."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """Whether it can be used, in words."""
+        ...
+
+
+def table(entries: Sequence[Listed]) -> list[str]:
     """Return the lines that show `entries`, with a heading."""
     rows = [("step", "size", "saved", "ranks", "state")]
     for entry in entries:

@@ -26,7 +26,7 @@ from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, re
 from fluxray.runtime.failure import explain
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import CONFIG_FILE, committed_checkpoints, forget_missing_checkpoints, home
-from fluxray.runtime.prepare import prepare, save_config
+from fluxray.runtime.prepare import fetch_lost, prepare, save_config
 from fluxray.runtime.progress import Display
 from fluxray.runtime.report import WorkerFn, work
 from fluxray.runtime.stopping import in_thread, on_stop_signal
@@ -74,6 +74,7 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(run.config.resources)
         missing = forget_missing_checkpoints(run.run_dir)
+        fetch_lost(run)
         save_config(run)
         target = tracking.start_run(run.config, run.home, run.run_dir, run.resumed)
         with _recorded(target, run.run_dir):
@@ -91,9 +92,9 @@ def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluatio
     check_available(config)
     if not committed_checkpoints(run_dir):
         raise CheckpointError(f"RUN: {run_dir.name} has no checkpoint yet; train it to checkpoint.every_steps first")
-    scratch = run_dir / ".evaluation"
     cluster.check_machine(config.resources)
     print(f"evaluating {run_dir.name}: starting", flush=True)
+    scratch = run_dir / ".evaluation"
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(config.resources)
         cache = home(config.storage).cache
@@ -130,7 +131,6 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
     return summary
 
 
-def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> dict[str, Any]:
 def _again(assignment: Assignment) -> str:
     """Return what the same command would do now."""
     if assignment.tracking is None:
@@ -143,11 +143,12 @@ def _again(assignment: Assignment) -> str:
     return f"{command} goes on from its last checkpoint" if saved else f"{command} begins anew, there is no checkpoint yet"
 
 
+def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> dict[str, Any]:
     """Return what rank 0's `work` returns. A controller that dies is started anew, and goes on from the last commit."""
     config = assignment.config
-    num_deaths = 0
     on_gpus = config.resources.gpu > 0
     served_memory = cluster.find_served_card(config.resources)
+    num_deaths = 0
     while True:
         trainer = TorchTrainer(
             work,

@@ -106,10 +106,10 @@ def forget_missing_checkpoints(run_dir: Path) -> list[str]:
     registry = _read_registry(run_dir)
     results: list[dict[str, Any]] = registry.get("checkpoint_results", [])
     kept = [index for index, entry in enumerate(results) if (run_dir / entry["checkpoint_dir_name"]).is_dir()]
-    if len(kept) == len(results):
+    if kept and len(kept) == len(results):
         return []
     if not kept:
-        (run_dir / REGISTRY_FILE).unlink()
+        (run_dir / REGISTRY_FILE).unlink(missing_ok=True)
     else:
         indices = registry["checkpoint_report_indices"]
         registry = {

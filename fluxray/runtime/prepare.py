@@ -10,6 +10,8 @@ from fluxray.config.load import flatten, from_yaml, to_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.data.sources import absolute_reference, absolute_sources
 from fluxray.errors import ConfigError
+from fluxray.runtime.mirror import Mirror, of_run
+from fluxray.runtime.objectstore import StoreError
 from fluxray.runtime.paths import CONFIG_FILE, Home, committed_checkpoints, home, new_run_name, write_text
 
 CHANGEABLE = (
@@ -30,12 +32,16 @@ BATCH_KEYS = ("batch.micro_size", "batch.accumulation_steps", "batch.global_size
 
 @dataclass(frozen=True)
 class Run:
-    """A run about to start: `config` has name, storage and absolute paths; `resumed` holds the changed keys, None if new."""
+    """A run about to start: `config` has name, storage and absolute paths; `resumed` holds the changed keys, None if new.
+
+    `mirror` is where its checkpoints are mirrored, if that answers.
+    """
 
     config: TrainConfig
     home: Home
     run_dir: Path
     resumed: Mapping[str, Any] | None
+    mirror: Mirror | None = None
 
     @property
     def name(self) -> str:
@@ -51,16 +57,45 @@ def prepare(config: TrainConfig, label: str) -> Run:
     run_dir = where.runs / name
     if run_dir.is_symlink():
         raise ConfigError(f"name: {name!r} is a link in {where.runs}, and runs stay there; remove it or set another name")
-    resumed = None
+    mirror, mirrored = _reach_mirror(config, run_dir)
+    resumed = None if mirrored is None else changed_keys(mirrored, config)
     if (run_dir / CONFIG_FILE).exists():
         resumed = changed_keys(from_yaml(run_dir / CONFIG_FILE), config)
         _check_length(config, run_dir)
-    return Run(config, where, run_dir, resumed)
+    return Run(config, where, run_dir, resumed, mirror)
 
 
 def save_config(run: Run) -> None:
     """Write the run's config.yaml."""
     write_text(run.run_dir / CONFIG_FILE, to_yaml(run.config))
+
+
+def fetch_lost(run: Run) -> None:
+    """Fetch the newest complete checkpoint from the mirror if the run's folder has none. Raises CheckpointError."""
+    if run.mirror is not None and not committed_checkpoints(run.run_dir):
+        run.mirror.fetch(run.run_dir, lambda text: print(text, flush=True))
+
+
+def _reach_mirror(config: TrainConfig, run_dir: Path) -> tuple[Mirror | None, TrainConfig | None]:
+    """Return the run's mirror and the configuration there.
+
+    Without an answer only a run goes on that has a checkpoint here: another might start anew over what it has there.
+    """
+    if config.checkpoint.mirror is None:
+        return None, None
+    try:
+        mirror = of_run(config, run_dir.name)
+        mirror.store.check(run_dir.name)
+        return mirror, mirror.config()
+    except StoreError as error:
+        address = config.checkpoint.mirror.partition("?")[0]
+        if committed_checkpoints(run_dir):
+            print(f"mirror: {address} does not answer ({error}); checkpoints are sent to it once it does", flush=True)
+            return None, None
+        raise ConfigError(
+            f"checkpoint.mirror: {address} does not answer ({error}), and run {run_dir.name} has no checkpoint here to go on "
+            f"from; try again, or set checkpoint.mirror=null to start anew"
+        ) from None
 
 
 def _check_length(config: TrainConfig, run_dir: Path) -> None:

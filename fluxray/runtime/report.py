@@ -54,6 +54,8 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         notify=reporter.notify,
     )
     try:
+        if assignment.tracking is not None:
+            reporter.adopt()
         run: WorkerFn = pickle.loads(assignment.run)
         return {"summary": run(assignment.config, context)}
     except FluxrayError as error:
@@ -62,11 +64,11 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         if not _all_posted(assignment.board, num_ranks):
             raise
         return {"fault": fault}
-    finally:
-        reporter.close()
     except Exception:
         reporter.show_alive()
         raise
+    finally:
+        reporter.close()
 
 
 class Reporter:
@@ -84,6 +86,18 @@ class Reporter:
         logs = rank == 0 and assignment.tracking is not None
         self._writer = MetricWriter(assignment.tracking, self.notify) if logs and assignment.tracking else None
 
+    def adopt(self) -> None:
+        """Have Ray register what it does not know and a resume counts on: fetched from the mirror, or written without Ray."""
+        for path in reversed(self.checkpoints):
+            if path.name not in self._registered:
+                ray.train.report(
+                    {"step": int(path.name.rpartition("_")[2])},
+                    checkpoint=ray.train.Checkpoint(str(path)),
+                    checkpoint_dir_name=path.name,
+                    checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+                )
+                self._registered.add(path.name)
+
     def __call__(self, report: Report) -> None:
         """Pass a report on. One with a checkpoint returns once all ranks have brought it; Ray goes on when it is durable."""
         if self._rank == 0:
@@ -95,6 +109,7 @@ class Reporter:
 
     def heartbeat(self, step: int) -> bool:
         """Tell the driver now and then that this rank has finished `step`; return whether it wants the run to stop."""
+        self._step = step
         now = time.monotonic()
         if self._answer is None and now >= self._beat_at:
             self._answer = self._board.beat.remote(self._rank, step)
@@ -103,13 +118,16 @@ class Reporter:
             self._stops, self._answer = bool(ray.get(self._answer)), None
         return self._stops
 
+    def show_alive(self) -> None:
+        """Tell the driver that this rank still runs: who waited in vain for a silent one must not look silent too."""
+        ray.wait([self._board.beat.remote(self._rank, self._step)], timeout=ALIVE_S)
+
     def notify(self, text: str) -> None:
         """Show one line to the user; only rank 0's are shown."""
         if self._rank == 0:
             self._board.notify.remote(text)
 
     def close(self) -> None:
-        self._step = step
         """Leave what MLflow has not got yet to the driver."""
         if self._writer is not None:
             self._writer.close()
@@ -118,10 +136,6 @@ class Reporter:
         """Let Ray register a checkpoint as soon as it is durable, and delete the oldest beyond the number to keep.
 
         Metrics up to it are made durable first: a run that goes on from it does not repeat them.
-    def show_alive(self) -> None:
-        """Tell the driver that this rank still runs: who waited in vain for a silent one must not look silent too."""
-        ray.wait([self._board.beat.remote(self._rank, self._step)], timeout=ALIVE_S)
-
         One that was registered before and has been written anew (a damaged one, or the last of a run that had ended) keeps its
         place: registered twice, Ray would delete it while it still counts it.
         """

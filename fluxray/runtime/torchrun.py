@@ -25,7 +25,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import ConfigError, FluxrayError
 from fluxray.protocols import Report, RunSummary
 from fluxray.runtime import tracking
-from fluxray.runtime.prepare import Run, prepare, save_config
+from fluxray.runtime.prepare import Run, fetch_lost, prepare, save_config
 from fluxray.runtime.progress import Progress, Snapshot
 from fluxray.runtime.worker import WorkerContext, preflight, run_worker
 
@@ -132,6 +132,7 @@ def _stop_on_signals() -> threading.Event:
 def _start(config: TrainConfig, label: str) -> tuple[Run, tracking.Target]:
     run = prepare(config, label)
     preflight(run.config, run.home.cache)
+    fetch_lost(run)
     save_config(run)
     target = tracking.start_run(run.config, run.home, run.run_dir, run.resumed)
     _say(f"run {run.name} {'goes on' if run.resumed is not None else 'starts'} in {run.run_dir}")

@@ -27,8 +27,10 @@ from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_con
 from fluxray.models.verify import check_stack
 from fluxray.optim.build import build_adamw
 from fluxray.optim.schedule import build_schedule
-from fluxray.protocols import IGNORE_INDEX, Report, RunState, RunSummary, TextBatch
+from fluxray.protocols import IGNORE_INDEX, Report, RunState, RunSummary, SavedCheckpoint, TextBatch
 from fluxray.ranks import ALONE, Ranks
+from fluxray.runtime import mirror
+from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.saver import Saver
 from fluxray.tasks.lm import LmTask
 from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
@@ -75,11 +77,14 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
     if context.rank == 0:
         _describe_run(parts, context.run_dir)
         context.notify(parts.data.summary())
+    uploads = _start_uploads(config, context)
+    if state is not initial:
+        uploads.follow(SavedCheckpoint(context.run_dir / checkpoint.directory_name(state.step), lambda: 0.0))
     saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), config.checkpoint.asynchronous)
     hooks = Hooks(
         batches=parts.loader.train_batches,
         eval_batches=lambda: parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows),
-        save=lambda at: saver.save(at, parts.engine.state_items()),
+        save=lambda at: uploads.follow(saver.save(at, parts.engine.state_items())),
         memory=lambda: memory_metrics(parts.device),
         should_stop=lambda at: parts.ranks.any(context.heartbeat(at.step)),
         report=context.report,
@@ -87,7 +92,12 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
     )
     cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps)
     trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, context.num_ranks, config.train.on_nonfinite)
-    summary = trainer.fit(state)
+    try:
+        summary = trainer.fit(state)
+        stopped = summary.step < config.train.num_steps
+        uploads.finish(parts.ranks.any, lambda: context.heartbeat(summary.step), stopped)
+    finally:
+        uploads.close()
     if summary.checkpoint is None and context.checkpoints:
         return replace(summary, checkpoint=str(context.checkpoints[0]))
     return summary
@@ -95,6 +105,7 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
 
 def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     """Evaluate the newest usable checkpoint on the held-out split. Collective over all ranks."""
+    context.notify("loading data, model and checkpoint")
     parts = build_parts(config, context)
     reader = _load_newest(parts, context)
     if reader is None:
@@ -105,7 +116,6 @@ def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
 
 def load_data(config: TrainConfig, cache_dir: Path) -> TextData:
     """Return the rows of a run, tokenised once under `cache_dir`."""
-    context.notify("loading data, model and checkpoint")
     if config.model.weights is not None:
         vocab_size = library_config(config.model).vocab_size
     else:
@@ -211,6 +221,17 @@ def _load_newest(parts: Parts, context: WorkerContext) -> checkpoint.CheckpointR
     return checkpoint.open_newest(
         context.checkpoints, context.notify, lambda directory: parts.ranks.together(lambda: load(directory))
     )
+
+
+def _start_uploads(config: TrainConfig, context: WorkerContext) -> Uploads:
+    """Return what uploads checkpoints to `checkpoint.mirror`; without one it does nothing."""
+    name, keep = context.run_dir.name, config.checkpoint.keep
+    shown = f"{(config.checkpoint.mirror or '').partition('?')[0].rstrip('/')}/{name}"
+    place = (context.rank, context.num_ranks)
+    uploads = Uploads(context.run_dir, place, keep, lambda: mirror.of_run(config, name), shown)
+    if config.checkpoint.mirror is not None:
+        uploads.start(context.notify)
+    return uploads
 
 
 def _describe_run(parts: Parts, run_dir: Path) -> None:
