@@ -205,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+        if code == STOPPED:  # typer's answer to a KeyboardInterrupt
+            raise KeyboardInterrupt
 def _run_dir(run: str, storage: str | None) -> Path:
     """Return the folder of a run, given by name or folder; one given as MIRROR/RUN is fetched first."""
     from fluxray.runtime.paths import find_run, home

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -117,3 +118,19 @@ def test_the_command_that_opens_the_pages_is_one_that_the_shell_finds(tmp_path, 
     assert cli._ui_hint("/data") == f"{beside} ui --storage /data"
     monkeypatch.chdir(tmp_path)
     assert cli._ui_hint(None) == ".venv/bin/fluxray ui"
+
+
+def test_sigterm_before_there_is_a_step_to_finish_is_a_stop(tmp_path):
+    command = [sys.executable, "-u", "-c", "from fluxray.cli import main; main()", "train", "--profile=cpu", "--model=lm-tiny"]
+    environment = {**os.environ, "FLUXRAY_HOME": str(tmp_path)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and "preparing" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "fluxray: stopped: nothing is running any more\n")
+    assert not (tmp_path / "runs").exists()
