@@ -109,8 +109,9 @@ def _step_chunk(
     exp_avg.mul_(config.beta1).add_(gradient * (1.0 - config.beta1))
     exp_avg_sq.mul_(config.beta2).add_((gradient * (1.0 - config.beta2)).mul_(gradient))
 
-    denominator = exp_avg_sq.sqrt().mul_(1.0 / control[3]).add_(config.eps)
-    update = (exp_avg / denominator).mul_(lr / control[2])
+    root = exp_avg_sq.double().sqrt_().float()  # correctly rounded, which torch's fp32 root on a CPU is not
+    denominator = root.mul_(control[3].reciprocal()).add_(config.eps)
+    update = (exp_avg / denominator).mul_(control[2].reciprocal() * lr)
     master = join(state.weight, state.correction).mul_(1.0 - lr * config.weight_decay).sub_(update)
 
     if state.exp_avg_absmax is not None and state.exp_avg_sq_absmax is not None:

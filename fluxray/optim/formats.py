@@ -12,7 +12,8 @@ every grid, so what is not finite stays so.
 
 The random numbers are hashes of a counter, the place of the element, keyed by 64 bits: they depend on nothing else, so any slice
 can be computed by itself. The hash is lowbias32 (Chris Wellons, "Prospecting for Hash Functions",
-https://nullprogram.com/blog/2018/07/31/, public domain), once over each half of counter and key.
+https://nullprogram.com/blog/2018/07/31/, public domain): the high halves of counter and key are hashed into the key of the low
+ones.
 """
 
 from functools import lru_cache
@@ -36,18 +37,31 @@ def signed32(value: int) -> int:
 def random_bits(noise: int, offset: int, numel: int, device: torch.device) -> Tensor:
     """Return 32 random bits (int32 [numel]) for each of the counters offset, offset + 1, ..., keyed by `noise` (64 bits)."""
     counter = torch.arange(offset, offset + numel, dtype=torch.int64, device=device)
-    bits = _lowbias32(counter.to(torch.int32).bitwise_xor_(signed32(noise)))
-    return _lowbias32(bits.bitwise_xor_((counter >> 32).to(torch.int32)).bitwise_xor_(signed32(noise >> 32)))
-
-
-def _lowbias32(bits: Tensor) -> Tensor:
-    """Hash int32 in place; products wrap, and masking makes an arithmetic shift a logical one."""
+    first, last = offset >> 32, (offset + numel - 1) >> 32
+    keys = [signed32(_key(noise, high)) for high in (first, last)]
+    assert last <= first + 1
+    bits = counter.to(torch.int32)
+    bits ^= keys[0] if first == last else torch.where(counter >> 32 == first, *keys).to(torch.int32)
+    # lowbias32 once more, on signed numbers: products wrap, and masking makes an arithmetic shift a logical one.
     bits ^= (bits >> 16) & 0xFFFF
     bits *= 0x7FEB352D
     bits ^= (bits >> 15) & 0x1FFFF
     bits *= signed32(0x846CA68B)
     bits ^= (bits >> 16) & 0xFFFF
     return bits
+
+
+def _key(noise: int, high: int) -> int:
+    """Mix the high half of a counter into the key of its low half; hashed, or neighbouring keys would only shuffle neighbours."""
+    return _lowbias32(_lowbias32((high ^ (noise >> 32)) & 0xFFFFFFFF) ^ (noise & 0xFFFFFFFF))
+
+
+def _lowbias32(bits: int) -> int:
+    bits ^= bits >> 16
+    bits = bits * 0x7FEB352D & 0xFFFFFFFF
+    bits ^= bits >> 15
+    bits = bits * 0x846CA68B & 0xFFFFFFFF
+    return bits ^ bits >> 16
 
 
 def join(weight: Tensor, correction: Tensor | None) -> Tensor:
