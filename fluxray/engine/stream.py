@@ -133,6 +133,10 @@ class StreamEngine:
                 pass
         self._transfers.synchronize()
 
+    def read_waits(self) -> tuple[float, float]:
+        """Return for how many seconds the device has waited for fetches, and fetches for write-backs, since the last reading."""
+        return self._transfers.read_waits()
+
     def state_items(self) -> Iterator[StateItem]:
         """Yield all weights, corrections and moments as they lie in memory, each parameter's step count, and the clip average."""
         for unit in (*self._units, self._outside):
@@ -142,19 +146,17 @@ class StreamEngine:
                     yield StateItem("step", item.name, (), None, self._stepper.steps[self._clip_unit(unit, item.name)])
         yield from self._clip.state_items()
 
-    def load_items(self, reader: StateReader) -> None:
-        """Replace weights and optimizer state by saved ones; raises CheckpointError if they belong to another model."""
-        shapes = {
-            item.name: item.shape
-            for unit in (*self._units, self._outside)
-            for item in unit.state_items()
-            if item.section == "weights"
-        }
-        check_same_model(shapes, reader)
+    def load_items(self, reader: StateReader) -> list[str]:
+        """Replace weights and optimizer state by saved ones; return the names of those that had to be rounded.
+
+        Raises CheckpointError if they belong to another model.
+        """
+        units = (*self._units, self._outside)
+        weights = [item for unit in units for item in unit.state_items() if item.section == "weights"]
+        check_same_model({item.name: item.shape for item in weights}, reader)
         self._transfers.synchronize()
-        for unit in (*self._units, self._outside):
-            unit.load(reader)
-        for unit in (*self._units, self._outside):
+        rounded = [name for unit in units for name in unit.load(reader)]
+        for unit in units:
             for name in unit.parameters:
                 whole = unit.prefix + name
                 saved = reader.read("step", whole, 0, None) if "step" in reader.sections(whole) else torch.zeros(())
@@ -162,6 +164,7 @@ class StreamEngine:
         self._clip.load_items(reader)
         self._pending.clear()
         self._store.forget()
+        return rounded
 
     def _materialise(self, precision: Precision) -> None:
         """Give every tensor its first value, block by block, and let the parameters be views of where they live."""

@@ -38,8 +38,10 @@ class Transfers(Protocol):
         """Return once everything queued is done."""
         ...
 
-    def read_waited_s(self) -> float:
-        """Return the seconds for which the computation has stood still since the last reading; synchronise before it."""
+    def read_waits(self) -> tuple[float, float]:
+        """Return the seconds since the last reading for which the computation stood still, and for which fetches stood still
+        behind a write-back. The device must have finished.
+        """
         ...
 
 
@@ -66,10 +68,10 @@ class SynchronousTransfers:
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 
-    def read_waited_s(self) -> float:
+    def read_waits(self) -> tuple[float, float]:
         """Return the seconds spent in copies: each of them stops the computation."""
         waited, self._waited = self._waited, 0.0
-        return waited
+        return waited, 0.0
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         start = time.perf_counter()
@@ -85,14 +87,19 @@ class CudaTransfers:
         self._fetching = torch.cuda.Stream(device)
         self._writing = torch.cuda.Stream(device)
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._behind: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def fetch(self, device: Tensor, host: Tensor, after: Sequence[Event]) -> Event:
         """Queue a copy on the fetching stream."""
-        return self._queue(self._fetching, device, host, after)
+        self._behind.append(_timed_wait(self._fetching, [event for event in after if event is not None]))
+        return self._queue(self._fetching, device, host)
 
     def write(self, host: Tensor, device: Tensor, after: Sequence[Event]) -> Event:
         """Queue a copy on the writing stream."""
-        return self._queue(self._writing, host, device, after)
+        for event in after:
+            if event is not None:
+                self._writing.wait_event(event)
+        return self._queue(self._writing, host, device)
 
     def mark(self) -> Event:
         """Record an event on the computing stream."""
@@ -104,32 +111,35 @@ class CudaTransfers:
         """Make the computing stream wait; two timed events around the wait tell how long."""
         if event is None:
             return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(self._device)
-        before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        self._stalls.append((before, after))
+        self._stalls.append(_timed_wait(torch.cuda.current_stream(self._device), [event]))
 
     def synchronize(self) -> None:
         """Wait on the host for all streams."""
         torch.cuda.synchronize(self._device)
 
-    def read_waited_s(self) -> float:
-        """Return the seconds between the events around each wait."""
-        waited = sum(before.elapsed_time(after) for before, after in self._stalls) / 1000
+    def read_waits(self) -> tuple[float, float]:
+        """Return the seconds between the events around each wait of the two streams."""
+        waited = tuple(sum(begin.elapsed_time(end) for begin, end in waits) / 1000 for waits in (self._stalls, self._behind))
         self._stalls.clear()
-        return waited
+        self._behind.clear()
+        return waited[0], waited[1]
 
-    def _queue(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+    def _queue(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Event:
         with torch.cuda.stream(stream):
-            for event in after:
-                if event is not None:
-                    stream.wait_event(event)
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(stream)
         return done
+
+
+def _timed_wait(stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Let `stream` wait for `events` between two timed ones, which are returned."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    for event in events:
+        stream.wait_event(event)
+    end.record(stream)
+    return begin, end
 
 
 def transfers_of(device: torch.device) -> Transfers:
