@@ -171,6 +171,31 @@ def test_a_run_without_its_tracking_server_is_a_run(cluster, storage, capsys):
     assert "has not got 16 points and 2 other records of run alone yet (connection refused)" in out
 
 
+def from_the_newest(config, context):
+    say(context, context.checkpoints[0].name)
+    return loop(config, context, int(context.checkpoints[0].name[-8:]))
+
+
+def test_what_is_fetched_from_the_mirror_counts_for_ray_and_is_pruned_like_the_others(cluster, storage, capsys):
+    import torch
+
+    from fluxray import checkpoint
+    from fluxray.protocols import RunState, Schedule, StateItem
+    from fluxray.runtime.mirror import Mirror
+    from fluxray.runtime.objectstore import open_store
+
+    (storage / "mirror").mkdir()
+    mirror = Mirror(open_store(f"file://{storage}/mirror"), "fetched")
+    state = RunState(0, Schedule("constant", 1e-3, 0, 10, 0.0), step=4)
+    saved = checkpoint.save(storage / "other", state, [StateItem("weights", "w", (4,), 0, torch.ones(4))])
+    mirror.send(saved, saved.name, 0, lambda _: None)
+    mirror.commit(saved, saved.name)
+    launch(configure(storage, "fetched", **{"checkpoint.mirror": f"file://{storage}/mirror"}), from_the_newest)
+    assert f"fetched step_00000004 from file://{storage}/mirror/fetched\n" in capsys.readouterr().out
+    assert said(storage, "fetched") == ["step_00000004"]
+    assert checkpoints(storage, "fetched") == [8, 6], "4 was deleted, so Ray knew it"
+
+
 def broken(config, context):
     raise ZeroDivisionError(f"boom at {newest(context)}")
 
