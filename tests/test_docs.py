@@ -12,6 +12,7 @@ import typer
 from fluxray.cli import app
 from fluxray.config.keys import schema_fields
 from fluxray.config.load import preset_names
+from tests.readme import commands_without_needs
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,6 +52,13 @@ def test_named_commands_exist(doc):
     words = [*shell_words(doc), *(word for span in code_spans(doc) for word in [*span.split(), ""])]
     named = {after for word, after in itertools.pairwise(words) if word == "fluxray" and re.fullmatch(r"[a-z]+", after)}
     assert named <= verbs
+
+
+@each_document
+def test_each_command_is_run_by_a_test_or_says_what_it_needs(doc):
+    """`tests/runtime/test_readme.py` runs those of the README that begin with `fluxray`."""
+    rest = [line for line in commands_without_needs(doc) if doc.name != "README.md" or not line.startswith("fluxray ")]
+    assert rest == [], "add `# needs WHAT` to the line, or a test"
 
 
 @each_document

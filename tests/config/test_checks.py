@@ -55,10 +55,10 @@ def test_consistent_keys_pass():
     assert resolve(overrides=["batch.global_size=64", "resources.num_workers=2"]).global_batch_size == 64
     resolve(overrides=["data.vocab_size=300", "data.tokenizer=train"])
     resolve(overrides=["allocator=async", "resources.gpu=1", "resources.accelerator=RTX-A6000"])
-
-
     resolve(overrides=["resources.gpu=0.25"])
     resolve(overrides=["resources.gpu=0.75", "resources.num_workers=2"])  # no two of them fit on one card
+
+
 @pytest.mark.parametrize(("words", "message"), NOT_YET.items())
 def test_what_this_version_cannot_run_resolves_and_is_refused_at_start(words, message):
     with pytest.raises(ConfigError) as refused:

@@ -74,8 +74,8 @@ def test_every_process_wants_the_token_and_shows_no_port(path: Path) -> None:
     for line in ray_starts(config):
         assert "RAY_AUTH_MODE=token" in line
         assert "--head" not in line or "--dashboard-host=127.0.0.1" in line
-    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
         assert "--head" not in line or "RAY_JOB_STOP_WAIT_TIME_S=600" in line, "a stopped job has time to save"
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     servers = [line for line in commands(config) if "mlflow server" in line]
     assert len(servers) == 1 and "--host 127.0.0.1" in servers[0] and "MLFLOW_BACKEND_URI" in servers[0]
     assert "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false" in servers[0]
