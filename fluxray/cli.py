@@ -192,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     usage_error: Any = typer.BadParameter.__base__
     try:
         code = app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+        if code == STOPPED:  # typer's answer to a KeyboardInterrupt
+            raise KeyboardInterrupt
     except FluxrayError as error:
         code = _end("error", error, USER_FAULT)
     except usage_error as error:
@@ -205,8 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-        if code == STOPPED:  # typer's answer to a KeyboardInterrupt
-            raise KeyboardInterrupt
 def _run_dir(run: str, storage: str | None) -> Path:
     """Return the folder of a run, given by name or folder; one given as MIRROR/RUN is fetched first."""
     from fluxray.runtime.paths import find_run, home
