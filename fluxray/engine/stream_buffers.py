@@ -129,9 +129,10 @@ class Ring:
         slot = self._find(index)
         if slot is None:
             slot = min((slot for slot in self.slots if not slot.wanted), key=lambda slot: slot.last_used)
+            written_before = None if slot.holds is None else self.written.get(slot.holds)  # may lie behind an earlier use
+            part, after = self.host[index], (slot.drained, written_before, self.written.get(index))
             slot.holds = index
-            part = self.host[index]
-            slot.filled = self.transfers.fetch(slot.memory[: part.numel()], part, (slot.drained, self.written.get(index)))
+            slot.filled = self.transfers.fetch(slot.memory[: part.numel()], part, after)
         slot.wanted = True
 
     def get(self, index: int) -> Tensor:
