@@ -25,7 +25,7 @@ app = typer.Typer(
 
 Profile = Annotated[str | None, typer.Option(help="Hardware shape: cpu, a6000, fsdp8.", show_default=False)]
 Model = Annotated[
-    str | None, typer.Option(help="Preset (lm-tiny, flux2-seed, neox-20b), path:DIR or hf:NAME.", show_default=False)
+    str | None, typer.Option(help="Preset (lm-tiny, neox-20b, flux2-dev, ...), path:DIR or hf:NAME.", show_default=False)
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys.", show_default=False)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder; or MIRROR/RUN.")]
@@ -53,6 +53,19 @@ def train(overrides: Overrides = None, profile: Profile = None, model: Model = N
     }
     for name, text in rows.items():
         print(f"{name:<12}{text}")
+
+
+@app.command()
+def plan(overrides: Overrides = None, profile: Profile = None, model: Model = None) -> None:
+    """Print what a run would take of device, host and disk and how fast it would be; exits with 2 if it does not fit."""
+    from fluxray.config.load import resolve
+
+    resolved = resolve(profile, model, overrides or ())
+    from fluxray.runtime.planning import describe, plan_run, require_fit
+
+    found = plan_run(resolved)
+    print("\n".join(describe(resolved, found, model or "model")), flush=True)
+    require_fit(resolved, found)
 
 
 @app.command()

@@ -53,6 +53,11 @@ def check_consistent(config: TrainConfig) -> None:
 
 def check_available(config: TrainConfig) -> None:
     """Raise ConfigError for the first value that the schema knows and this version cannot run yet."""
+    if "_class_name" in config.model.config:
+        raise ConfigError(
+            f"model.config._class_name: {config.model.config['_class_name']!r} is an image model, which this version plans "
+            f"(`fluxray plan`) and does not train; choose a language model, such as --model neox-20b"
+        )
     wanted = {
         "engine.kind": (config.engine.kind, "sharded"),
         "optim.kind": (config.optim.kind, "adamw"),

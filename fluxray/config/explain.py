@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fluxray.config.keys import is_free, kind_of, leaf_items, schema_fields, sections_of
+from fluxray.config.quantities import Quantity
 from fluxray.config.schema import Section, TrainConfig
 from fluxray.config.text import Tree
 from fluxray.errors import ConfigError
@@ -110,6 +111,9 @@ def _bad_value(dotted: str, value: Any, field: FieldInfo) -> str:
 def _wanted(field: FieldInfo) -> str:
     """Return in words what a field takes."""
     types = _types(field)
+    quantity = next((limit for limit in field.metadata if isinstance(limit, Quantity)), None)
+    if quantity is not None:
+        return f"{quantity.words} or null"
     if get_origin(field.annotation) is Literal:
         choices = [str(choice) for choice in get_args(field.annotation)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]

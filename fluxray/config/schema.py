@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fluxray.config.quantities import RATE, SIZE
+
 
 class Section(BaseModel):
     """A frozen group of keys."""
@@ -38,9 +40,17 @@ class ShardedEngineConfig(Section):
 
 
 class StreamEngineConfig(Section):
-    """One GPU, blocks streamed from host memory."""
+    """One GPU, blocks streamed from host memory. What is left open the memory plan decides."""
 
     kind: Literal["stream"] = "stream"
+    resident_blocks: int | None = Field(
+        default=None, ge=0, description="blocks that stay on the GPU and have no host copy; default: planned"
+    )
+    weight_slots: int = Field(default=3, ge=1, description="places on the GPU through which the blocks' weights pass")
+    state_slots: int = Field(default=3, ge=1, description="places on the GPU through which their optimizer states pass")
+    epilogue_tokens: int | None = Field(
+        default=None, ge=1, description="tokens whose logits exist at once; default: planned, at most 2048"
+    )
 
 
 class DataConfig(Section):
@@ -142,9 +152,24 @@ class ResourcesConfig(Section):
 
 
 class HardwareConfig(Section):
-    """What the hardware can do, where a probe should not find it out."""
+    """What the hardware can do. What is left open is read from the machine or measured on it."""
 
-    tflops: float | None = Field(default=None, gt=0, description="matrix TFLOPS of one device; default: measured at start")
+    tflops: float | None = Field(
+        default=None, gt=0, description="matrix TFLOPS that one device attains; default: measured at start"
+    )
+    device_memory: Annotated[int | None, SIZE] = Field(
+        default=None, gt=0, description="of one device that a worker may use, CUDA context included; default: all of it"
+    )
+    host_memory: Annotated[int | None, SIZE] = Field(default=None, gt=0, description="of one host; default: what the system says")
+    link: Annotated[int | None, RATE] = Field(
+        default=None, gt=0, description="between host and device, each way with both in use; default: measured"
+    )
+    memory_bandwidth: Annotated[int | None, RATE] = Field(
+        default=None, gt=0, description="of the device's own memory; default: measured"
+    )
+    disk: Annotated[int | None, SIZE] = Field(
+        default=None, gt=0, description="free bytes for checkpoints; default: the plan sets no limit"
+    )
 
 
 class TrackingConfig(Section):

@@ -41,6 +41,8 @@ def test_help_is_fast_and_imports_nothing_heavy():
         (["train", "--profile", "gpu"], "--profile"),
         (["train", "--prfile", "cpu"], "--profile"),
         (["train", "--profile", "a6000", "--model", "neox-20b"], "is not available in this version"),
+        (["train", "--profile", "cpu", "--model", "flux2-dev"], "model.config._class_name"),
+        (["plan", "--profile", "a6000"], "model.config.model_type: is missing"),
         (["trian"], "train"),
         (["evaluate", "nothing"], "there is no run yet"),
         (["export", "nothing", "out"], "there is no run yet"),

@@ -1,0 +1,195 @@
+"""How many bytes a run takes of device, host and disk, by category: plain arithmetic on sizes that others have counted.
+
+Every category stands at its own peak, as if all peaks came at once, so a total is an upper bound of what is allocated.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fluxray.memory.spec import ModelSpec
+
+GIB = 2**30
+
+CONTEXT_BYTES = 600_000_000
+"""What nvidia-smi counts of a process that has a CUDA context and its libraries loaded, beside what PyTorch reserves."""
+
+WORKSPACE_BYTES = 150_000_000
+"""What the libraries' kernels take beside the tensors of a block: up to 0.14 GB over the count on an H200 (torch 2.11, bf16)."""
+
+PROCESS_BYTES = 4 * GIB
+"""What a worker's process, its libraries and Ray take of the host beside any tensor."""
+
+FULL_CHUNK = 2048
+"""Positions whose logits exist at once, where nothing else is said."""
+
+LOGIT_BYTES_FP32 = 8
+"""Temporaries of the cross-entropy per logit: its fp32 value and the fp32 log-probability that becomes its gradient."""
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Memory of one block, or of everything outside the blocks.
+
+    `weights` in the dtype that the model computes with, `states` what only the step needs (rest of the masters, moments),
+    `trained_weights` the part of the weights that is written back, `num_gradients` elements of the gradient.
+    """
+
+    weights: int
+    states: int
+    trained_weights: int
+    num_gradients: int
+
+    @property
+    def total(self) -> int:
+        """Weights and states."""
+        return self.weights + self.states
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a run asks for, in plain values.
+
+    A step is `num_micro_batches` of `micro_rows` rows on each of `num_ranks`. `itemsize` are the bytes of a number that the
+    model computes with. `hold_gradients`: clipping needs the whole norm before any block steps. `checkpoint_blocks`: backward
+    computes a block's activations again. `resident_indices(n)` are the blocks that the stream engine keeps on the device if it
+    keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the weights to compute with.
+    """
+
+    engine: Literal["stream", "sharded"]
+    spec: ModelSpec
+    blocks: tuple[UnitBytes, ...]
+    outside: UnitBytes
+    micro_rows: int
+    num_micro_batches: int
+    itemsize: int
+    num_ranks: int = 1
+    on_gpu: bool = True
+    hold_gradients: bool = False
+    checkpoint_blocks: bool = True
+    whole_copies: bool = False
+    asynchronous_saves: bool = True
+    num_checkpoints: int = 1
+    resident_indices: Callable[[int], Sequence[int]] = range
+
+    @property
+    def micro_tokens(self) -> int:
+        """Positions of one micro-batch."""
+        return self.micro_rows * self.spec.row_tokens
+
+    @property
+    def rank_rows(self) -> int:
+        """Rows of one step on one rank."""
+        return self.micro_rows * self.num_micro_batches
+
+    @property
+    def tokens(self) -> int:
+        """Positions of one step on all ranks."""
+        return self.rank_rows * self.spec.row_tokens * self.num_ranks
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is decided for a run. `kept_blocks` keep their activations instead of computing them again (none, so far)."""
+
+    weight_slots: int = 3
+    state_slots: int = 3
+    resident_blocks: int = 0
+    kept_blocks: int = 0
+    epilogue_tokens: int = FULL_CHUNK
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by category, of one rank's device, of one host (all ranks on it), and of the folder with the checkpoints."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+
+def estimate(demand: Demand, policy: Policy) -> Estimate:
+    """Return what `demand` takes under `policy`."""
+    return _stream(demand, policy) if demand.engine == "stream" else _sharded(demand, policy)
+
+
+def _stream(demand: Demand, policy: Policy) -> Estimate:
+    resident = set(demand.resident_indices(policy.resident_blocks) if policy.resident_blocks else ())
+    streamed = [unit for index, unit in enumerate(demand.blocks) if index not in resident]
+    staying = [demand.outside, *(demand.blocks[index] for index in resident)]
+    carries = sum(block.carry_bytes for block in demand.spec.blocks) + demand.spec.blocks[-1].carry_bytes
+    held_back = demand.itemsize if demand.hold_gradients else 0
+    largest_outside = max((p.numel for p in demand.spec.outside if p.trained), default=0)
+    device = {
+        "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
+        "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
+        "weights": sum(unit.weights for unit in staying),
+        "optimizer": sum(unit.states for unit in staying),
+        "gradients": 4 * demand.outside.num_gradients
+        + 4 * max(unit.num_gradients for unit in demand.blocks)
+        + held_back * sum(demand.blocks[index].num_gradients for index in resident)
+        + demand.itemsize * largest_outside,
+        "slots": policy.weight_slots * max((unit.weights for unit in streamed), default=0)
+        + policy.state_slots * max((unit.states for unit in streamed), default=0)
+        + 2 * held_back * max((unit.num_gradients for unit in streamed), default=0),
+        "kept inputs": demand.rank_rows * (carries + demand.spec.shared_bytes),
+        "activations": _largest_block(demand),
+        "logits": _logits(demand, policy.epilogue_tokens),
+    }
+    host = {
+        "blocks": sum(unit.total + held_back * unit.num_gradients for unit in streamed),
+        "checkpoint": max(unit.total for unit in demand.blocks) if demand.asynchronous_saves else 0,
+        "process": PROCESS_BYTES,
+    }
+    return Estimate(_with_validation(device, demand), host, _disk(demand))
+
+
+def _sharded(demand: Demand, policy: Policy) -> Estimate:
+    units = [*demand.blocks, demand.outside]
+    ranks = demand.num_ranks
+    masters = sum(unit.weights for unit in units)
+    num_gradients = sum(unit.num_gradients for unit in units)
+    largest = max(unit.num_gradients for unit in demand.blocks)
+    copies = demand.itemsize * num_gradients if demand.whole_copies else 0
+    # a block's gathered weights and those of the next, its gradient before and after reduction; what is outside stays gathered
+    gathered = 0 if ranks == 1 else 2 * largest * (demand.itemsize + 4) + demand.itemsize * demand.outside.num_gradients
+    kept = [demand.spec.kinds[block.kind].kept(demand.micro_rows) for block in demand.spec.blocks]
+    carries = demand.micro_rows * sum(block.carry_bytes for block in demand.spec.blocks)
+    device = {
+        "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
+        "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
+        "weights": masters // ranks + copies,
+        "optimizer": sum(unit.states for unit in units) // ranks,
+        "gradients": 4 * num_gradients // ranks,
+        "gathered blocks": gathered,
+        "kept inputs": (carries if demand.checkpoint_blocks else 0) + demand.micro_rows * demand.spec.shared_bytes,
+        "activations": _largest_block(demand) + (0 if demand.checkpoint_blocks else sum(kept) - max(kept)),
+        "logits": _logits(demand, policy.epilogue_tokens),
+    }
+    saved = sum(unit.total for unit in units)
+    # fp32 weights and moments of all ranks; a page-locked copy, which is used again, lets training go on during a save
+    host = {"checkpoint": saved if demand.asynchronous_saves else 0, "process": PROCESS_BYTES * ranks}
+    return Estimate(_with_validation(device, demand), host, _disk(demand))
+
+
+def _with_validation(device: dict[str, int], demand: Demand) -> dict[str, int]:
+    """Add what evaluation needs beyond the memory of kept inputs, activations and logits, which it uses again."""
+    free = device["kept inputs"] + device["activations"] + device["logits"]
+    logits = demand.micro_tokens * demand.spec.num_outputs * (demand.itemsize + LOGIT_BYTES_FP32 // 2)
+    carry = 2 * demand.micro_rows * demand.spec.blocks[-1].carry_bytes
+    return {**device, "validation": max(0, logits + carry - free)}
+
+
+def _largest_block(demand: Demand) -> int:
+    return max(kind.peak(demand.micro_rows) for kind in demand.spec.kinds.values())
+
+
+def _logits(demand: Demand, chunk: int) -> int:
+    """Logits and their gradient in the compute dtype, and the fp32 temporaries, of `chunk` positions at most."""
+    return min(chunk, demand.micro_tokens) * demand.spec.num_outputs * (2 * demand.itemsize + LOGIT_BYTES_FP32)
+
+
+def _disk(demand: Demand) -> Mapping[str, int]:
+    """The checkpoints that are kept, and the one being written before the oldest is deleted."""
+    one = sum(unit.total for unit in (*demand.blocks, demand.outside))
+    return {"checkpoints": one * (demand.num_checkpoints + 1)}

@@ -1,0 +1,118 @@
+"""The memory plan: the fastest policy that fits device, host and disk."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fluxray.memory.estimate import FULL_CHUNK, Demand, Estimate, Policy, estimate
+from fluxray.memory.speed import Hardware, Speed, predict
+
+HOST_SHARE = 0.95
+"""Of the host's memory; above it Ray ends workers (its default threshold)."""
+
+SMALLEST_CHUNK = 256
+"""Positions of logits below which smaller chunks save nothing worth the launches."""
+
+SAME_SPEED = 1.001
+"""A policy must be faster by more than this to be worth more memory."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The parts of the policy that the configuration fixes; None leaves the choice to the plan."""
+
+    weight_slots: int = 3
+    state_slots: int = 3
+    resident_blocks: int | None = None
+    epilogue_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Where a plan does not fit: `place` is device, host or disk."""
+
+    place: str
+    needed: int
+    limit: int
+
+    @property
+    def missing(self) -> int:
+        """Bytes over the limit."""
+        return self.needed - self.limit
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run will take and how fast it will be, worked out before anything is allocated."""
+
+    demand: Demand
+    policy: Policy
+    hardware: Hardware
+    bytes: Estimate
+    speed: Speed
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of one device, as nvidia-smi counts them."""
+        return sum(self.bytes.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of one host."""
+        return sum(self.bytes.host.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the folder with the checkpoints."""
+        return sum(self.bytes.disk.values())
+
+    @property
+    def host_limit(self) -> int | None:
+        """Bytes of the host that a run may take."""
+        return None if self.hardware.host_bytes is None else int(HOST_SHARE * self.hardware.host_bytes)
+
+    @property
+    def shortfalls(self) -> tuple[Shortfall, ...]:
+        """Where the plan does not fit; empty if it does."""
+        hardware = self.hardware
+        needed = self.device_bytes, self.host_bytes, self.disk_bytes
+        limits = hardware.device_bytes, self.host_limit, hardware.disk_bytes
+        found = zip(("device", "host", "disk"), needed, limits, strict=True)
+        return tuple(Shortfall(place, n, limit) for place, n, limit in found if limit is not None and n > limit)
+
+
+def plan(demand: Demand, hardware: Hardware, wanted: Wanted) -> MemoryPlan:
+    """Return the fastest plan that fits, with the fewest resident blocks that make it so fast.
+
+    The logits' chunk is smaller than it might be only where nothing else would fit. If nothing fits, return the plan that lacks
+    least on the device, then on the host; its `shortfalls` say what.
+    """
+    tried: list[MemoryPlan] = []
+    best: MemoryPlan | None = None
+    for policy in _policies(demand, wanted):
+        if best is not None and policy.epilogue_tokens < best.policy.epilogue_tokens:
+            break
+        one = MemoryPlan(demand, policy, hardware, estimate(demand, policy), predict(demand, policy, hardware))
+        tried.append(one)
+        if not one.shortfalls and (best is None or one.speed.seconds * SAME_SPEED < best.speed.seconds):
+            best = one
+    return best or min(tried, key=_lack)
+
+
+def _policies(demand: Demand, wanted: Wanted) -> Iterator[Policy]:
+    """Yield what may be chosen from: the largest chunk of logits and the fewest resident blocks first."""
+    base = Policy(weight_slots=wanted.weight_slots, state_slots=wanted.state_slots)
+    if demand.engine == "sharded":
+        yield replace(base, epilogue_tokens=demand.micro_tokens)  # its loss sees the whole micro-batch
+        return
+    chunk = wanted.epilogue_tokens or min(FULL_CHUNK, demand.micro_tokens)
+    smallest = chunk if wanted.epilogue_tokens else min(SMALLEST_CHUNK, chunk)
+    counts = range(len(demand.blocks) + 1) if wanted.resident_blocks is None else [wanted.resident_blocks]
+    while chunk >= smallest:
+        for num_resident in counts:
+            yield replace(base, epilogue_tokens=chunk, resident_blocks=num_resident)
+        chunk //= 2
+
+
+def _lack(found: MemoryPlan) -> tuple[int, int]:
+    missing = {shortfall.place: shortfall.missing for shortfall in found.shortfalls}
+    return missing.get("device", 0), missing.get("host", 0)

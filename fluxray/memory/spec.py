@@ -1,0 +1,216 @@
+"""What a model is made of and what a row of its input costs, found out on the meta device.
+
+A row is one sample: a sequence of tokens, or an image with its text. FLOPs are those of matrix products and attention, counted by
+FlopCounterMode, attention in full whether or not a mask lets kernels skip part of it.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from fluxray.memory.live import BlockMemory, measure_block
+
+NUM_ROWS = (1, 2, 4, 16)
+"""Micro-batches of as many rows are measured; what lies between and beyond is on the lines through them."""
+
+
+class ParameterSpec(NamedTuple):
+    """One parameter: its name in the block, or in the model if it is outside the blocks."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One repeated block. `kind` names what it shares with others: class and parameters. `carry_bytes` go into it, per row."""
+
+    name: str
+    kind: str
+    parameters: tuple[ParameterSpec, ...]
+    carry_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all its parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class KindSpec:
+    """What a kind of block costs: FLOPs of the forward of one row, and bytes by the number of rows."""
+
+    forward_flops: int
+    memory: Mapping[int, BlockMemory]
+
+    def kept(self, num_rows: int) -> int:
+        """Return the bytes that autograd keeps of `num_rows` rows between forward and backward."""
+        return _on_lines([(rows, memory.kept) for rows, memory in self.memory.items()], num_rows)
+
+    def peak(self, num_rows: int) -> int:
+        """Return the most bytes that forward and backward of `num_rows` rows hold at once."""
+        return _on_lines([(rows, memory.peak) for rows, memory in self.memory.items()], num_rows)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as blocks and the rest.
+
+    `row_tokens` positions make a row. Per row: `outside_flops` of prologue and epilogue (forward), `shared_bytes` of what all
+    blocks read. `num_outputs` numbers come out per position: the vocabulary of a language model. `tied` parameters have more than
+    one place and count once.
+    """
+
+    blocks: tuple[BlockSpec, ...]
+    kinds: Mapping[str, KindSpec]
+    outside: tuple[ParameterSpec, ...]
+    tied: tuple[str, ...]
+    row_tokens: int
+    outside_flops: int
+    shared_bytes: int
+    num_outputs: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters, tied ones once."""
+        return sum(block.num_parameters for block in self.blocks) + sum(parameter.numel for parameter in self.outside)
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of the forward of one row."""
+        return self.outside_flops + sum(self.kinds[block.kind].forward_flops for block in self.blocks)
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+
+def read_spec(model: nn.Module, blocks: Sequence[str], forward: Callable[[int], Tensor], row_tokens: int) -> ModelSpec:
+    """Return the spec of a meta model whose repeated blocks are the modules at `blocks`, in the dtype it computes in.
+
+    `forward(num_rows)` runs the whole model on a batch of so many rows and returns its output [rows, positions, outputs].
+    """
+    modules = [model.get_submodule(name) for name in blocks]
+    kinds = _kinds(modules)
+    with torch.no_grad():
+        counter = FlopCounterMode(display=False)
+        with counter:
+            calls, output = _calls_of(modules, lambda: forward(1))
+        doubled, _ = _calls_of(modules, lambda: forward(2))
+    costs: dict[str, KindSpec] = {}
+    for index, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
+        if kind not in costs:
+            stretched = {num_rows: _stretch(calls[index], doubled[index], num_rows) for num_rows in NUM_ROWS}
+            memory = {num_rows: measure_block(module, *call) for num_rows, call in stretched.items()}
+            costs[kind] = KindSpec(_forward_flops(module, calls[index]), memory)
+    shared = _shared(calls)
+    carries = [_num_bytes([t for t in call.tensors() if id(t) not in shared]) for call in calls]
+    inside = tuple(f"{name}." for name in blocks)
+    return ModelSpec(
+        blocks=tuple(
+            BlockSpec(name, kind, _parameters(module), carry)
+            for name, kind, module, carry in zip(blocks, kinds, modules, carries, strict=True)
+        ),
+        kinds=costs,
+        outside=tuple(parameter for parameter in _parameters(model) if not parameter.name.startswith(inside)),
+        tied=_tied(model),
+        row_tokens=row_tokens,
+        outside_flops=counter.get_total_flops() - sum(costs[kind].forward_flops for kind in kinds),
+        shared_bytes=_num_bytes(shared.values()),
+        num_outputs=output.shape[-1],
+    )
+
+
+def _calls_of(modules: Sequence[nn.Module], forward: Callable[[], Tensor]) -> tuple[list[_Call], Tensor]:
+    calls: list[_Call] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(_Call(args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    try:
+        output = forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(calls) == len(modules)
+    return calls, output
+
+
+def _forward_flops(module: nn.Module, call: _Call) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        module(*call.args, **call.kwargs)
+    return counter.get_total_flops()
+
+
+def _shared(calls: Sequence[_Call]) -> dict[int, Tensor]:
+    """Return the tensors that more than one block reads, by id."""
+    readers = Counter(key for call in calls for key in {id(t) for t in call.tensors()})
+    return {id(t): t for call in calls for t in call.tensors() if readers[id(t)] > 1}
+
+
+def _kinds(modules: Sequence[nn.Module]) -> list[str]:
+    """Name each module's kind: its class, with a number where blocks of one class have other parameters."""
+    found: dict[str, list[tuple[ParameterSpec, ...]]] = {}
+    names: list[str] = []
+    for module in modules:
+        name, structure = type(module).__name__, _parameters(module)
+        structures = found.setdefault(name, [])
+        if structure not in structures:
+            structures.append(structure)
+        number = structures.index(structure) + 1
+        names.append(name if number == 1 else f"{name}.{number}")
+    return names
+
+
+def _parameters(module: nn.Module) -> tuple[ParameterSpec, ...]:
+    return tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
+
+
+def _tied(model: nn.Module) -> tuple[str, ...]:
+    once = {name for name, _ in model.named_parameters()}
+    again = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in once}
+    return tuple(name for name, p in model.named_parameters() if id(p) in again)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _stretch(one: _Call, two: _Call, num_rows: int) -> _Call:
+    """Return the inputs of a block for `num_rows` rows, given those for one and for two."""
+
+    def leaf(first: Any, second: Any) -> Any:
+        if not isinstance(first, Tensor):
+            return first
+        shape = [a + (b - a) * (num_rows - 1) for a, b in zip(first.shape, second.shape, strict=True)]
+        return first.new_empty(shape)
+
+    return _Call(*tree_map(leaf, tuple(one), tuple(two)))
+
+
+def _on_lines(points: Sequence[tuple[int, int]], x: int) -> int:
+    """Return the height at `x` of the line through the two points around it, or through the last two."""
+    points = sorted(points)
+    right = min(max(bisect_left([at for at, _ in points], x), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return max(0, y0 + (y1 - y0) * (x - x0) // (x1 - x0))

@@ -1,0 +1,122 @@
+"""How long a step takes, and what it waits for, from FLOPs, bytes and the rates of the hardware.
+
+Per block and pass the larger counts: computing, or the copies beside it, each way by itself. A streamed block's weights come in
+for the forward; for the backward its weights, unless they still lie in a slot, and its states, and both go back. Backward
+computes the block again (Chen et al., arXiv:1604.06174) and differentiates it: three forwards. The step reads and writes weights
+and states and reads an fp32 gradient: 14 bytes a parameter at 5 of state.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fluxray.memory.estimate import Demand, Policy, UnitBytes
+
+BLOCK_SHARE = 0.85
+"""Of the rate of a large matrix product, what GPT-NeoX-20B's blocks reach while nothing is copied: 0.83 to 0.9 on an H200 in
+bf16, by tokens a step and with or without compilation. The floor is computed with all of it."""
+
+ARITHMETIC, LINK_IN, LINK_OUT, STEP = "arithmetic", "link to the device", "link back", "memory bandwidth of the step"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one device and its host can do.
+
+    `tflops` of large matrix products; `link` bytes/s each way with both ways in use, and `memory_bandwidth` bytes/s of the
+    device's memory, None where they do not matter. Limits in bytes; None: no limit. `sources` tells where each figure is from.
+    """
+
+    device_bytes: int | None
+    host_bytes: int | None
+    disk_bytes: int | None
+    tflops: float
+    link: float | None
+    memory_bandwidth: float | None
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one step: `seconds` expected, `floor` with nothing lost, `by` what the expected ones are spent waiting for.
+
+    From `hiding_tokens` positions a step on, copies hide behind arithmetic; None where nothing is streamed.
+    """
+
+    seconds: float
+    floor: float
+    by: Mapping[str, float]
+    hiding_tokens: int | None
+
+
+class _Pass(NamedTuple):
+    """One pass through one block: FLOPs, bytes in and out over the link, bytes that the step moves in the device's memory."""
+
+    flops: float
+    bytes_in: int
+    bytes_out: int
+    step_bytes: int
+
+
+def predict(demand: Demand, policy: Policy, hardware: Hardware) -> Speed:
+    """Return how long one step takes. What ranks exchange is not in it."""
+    passes = list(_passes(demand, policy))
+    expected, floor = _times(passes, hardware, BLOCK_SHARE), _times(passes, hardware, 1.0)
+    copies = any(p.bytes_in or p.bytes_out for p in passes)
+    hiding = _hiding_tokens(demand, policy, hardware) if copies and hardware.link else None
+    return Speed(sum(expected.values()), sum(floor.values()), expected, hiding)
+
+
+def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
+    """Yield forward and backward of each block, and prologue and epilogue, which stay on the device."""
+    rows, spec = demand.rank_rows, demand.spec
+    stream = demand.engine == "stream"
+    resident = set(demand.resident_indices(policy.resident_blocks) if policy.resident_blocks else ())
+    streamed = [index for index in range(len(demand.blocks)) if stream and index not in resident]
+    in_slots = set(streamed[-policy.weight_slots :])
+    again = 3 if demand.checkpoint_blocks else 2
+    for index, (block, unit) in enumerate(zip(spec.blocks, demand.blocks, strict=True)):
+        flops = spec.kinds[block.kind].forward_flops * rows
+        moved = index in streamed
+        fetched = moved * (0 if index in in_slots else unit.weights)
+        trained = moved * (unit.trained_weights + unit.states)
+        step = _step_bytes(unit, demand)
+        if demand.hold_gradients and stream:  # the step comes with the next forward, which needs states and gradients
+            gradients = moved * demand.itemsize * unit.num_gradients
+            yield _Pass(flops, moved * unit.total + gradients, trained, step)
+            yield _Pass(again * flops, fetched, gradients, 0)
+        else:
+            yield _Pass(flops, moved * unit.weights, 0, 0)
+            yield _Pass(again * flops, fetched + moved * unit.states, trained, step)
+    yield _Pass(3 * spec.outside_flops * rows, 0, 0, _step_bytes(demand.outside, demand))
+
+
+def _step_bytes(unit: UnitBytes, demand: Demand) -> int:
+    return (2 * (unit.trained_weights + unit.states) + 4 * unit.num_gradients) // demand.num_ranks
+
+
+def _times(passes: list[_Pass], hardware: Hardware, share: float) -> dict[str, float]:
+    """Return seconds by what they are spent on: of each pass the longest of computing (arithmetic, then the step) and copies."""
+    by: dict[str, float] = dict.fromkeys((ARITHMETIC, LINK_IN, LINK_OUT, STEP), 0.0)
+    for flops, bytes_in, bytes_out, step_bytes in passes:
+        arithmetic = flops / (hardware.tflops * 1e12 * share)
+        step = step_bytes / hardware.memory_bandwidth if hardware.memory_bandwidth else 0.0
+        link_in, link_out = (n / hardware.link if hardware.link else 0.0 for n in (bytes_in, bytes_out))
+        if max(link_in, link_out) > arithmetic + step:
+            by[LINK_IN if link_in >= link_out else LINK_OUT] += max(link_in, link_out)
+        else:
+            by[ARITHMETIC] += arithmetic
+            by[STEP] += step
+    return by
+
+
+def _hiding_tokens(demand: Demand, policy: Policy, hardware: Hardware) -> int:
+    """Return from how many positions a step the floor of neither pass through the blocks is that of the link."""
+    assert hardware.link is not None
+    passes = list(_passes(demand, policy))[:-1]
+    needed = 0.0
+    for of_pass in (passes[0::2], passes[1::2]):
+        copies = max(sum(p.bytes_in for p in of_pass), sum(p.bytes_out for p in of_pass)) / hardware.link
+        arithmetic = sum(p.flops for p in of_pass) / (hardware.tflops * 1e12)
+        needed = max(needed, copies / arithmetic)
+    return round(needed * demand.tokens)

@@ -1,0 +1,232 @@
+"""From a configuration to its memory plan: where models, formats of state and layouts meet the arithmetic of `fluxray.memory`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from fluxray.config.keys import nested
+from fluxray.config.load import build, merge
+from fluxray.config.schema import StreamEngineConfig, TrainConfig
+from fluxray.engine.stream_layout import Layout
+from fluxray.engine.stream_store import resident_indices
+from fluxray.errors import ConfigError, PlanError
+from fluxray.memory import probe
+from fluxray.memory.estimate import GIB, Demand, UnitBytes
+from fluxray.memory.plan import MemoryPlan, Wanted, plan
+from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
+from fluxray.memory.speed import Hardware
+from fluxray.memory.table import reason, table
+from fluxray.models import flux
+from fluxray.models.blocks import find_block_lists
+from fluxray.models.causal_lm import build_causal_lm
+from fluxray.optim.states import state_format
+from fluxray.protocols import TextBatch
+
+MAX_SUGGESTIONS = 3
+
+
+def plan_run(config: TrainConfig, spec: ModelSpec | None = None) -> MemoryPlan:
+    """Return the plan of a run, which may not fit. Nothing is allocated but what probes need where `hardware` is open."""
+    spec = spec or model_spec(config)
+    return plan(demand(config, spec), hardware(config), _wanted(config, spec))
+
+
+def require_fit(config: TrainConfig, found: MemoryPlan) -> None:
+    """Raise PlanError, with the nearest settings that fit, unless the plan does."""
+    if found.shortfalls:
+        near = nearest(config, found)
+        remedy = f"fits with {' or with '.join(near)}" if near else "no single change or two of them would fit"
+        raise PlanError(f"plan: {reason(found)}; {remedy}")
+
+
+def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
+    """Return the plan as lines for people."""
+    spec, batch, policy = found.demand.spec, config.batch, found.policy
+    what = "images" if flux.is_flux(config.model) else "rows"
+    on = f"{found.demand.num_ranks} ranks x " if found.demand.num_ranks > 1 else ""
+    per_parameter = sum(unit.total for unit in found.demand.blocks) / sum(block.num_parameters for block in spec.blocks)
+    lines = [
+        f"{label}: {spec.num_parameters / 1e9:.4g}B parameters, {len(spec.blocks)} blocks, engine {config.engine.kind}",
+        f"{'a step':<18}{on}{batch.accumulation_steps} micro-batches x {batch.micro_size} {what} x {spec.row_tokens:,} tokens "
+        f"= {found.demand.tokens:,} tokens",
+    ]
+    if flux.is_flux(config.model):
+        lines.append(f"{'a row':<18}assumed: one image of {flux.RESOLUTION} px and {flux.TEXT_TOKENS} tokens of text")
+    kept = f"{config.precision}, {config.optim.kind}, master {config.optim.master}, clip {config.clip.mode}"
+    lines.append(f"{'kept':<18}{per_parameter:.2f} bytes a parameter: {kept}")
+    if config.engine.kind == "stream":
+        lines.append(
+            f"{'policy':<18}{policy.resident_blocks} of {len(spec.blocks)} blocks resident, {policy.weight_slots} weight and "
+            f"{policy.state_slots} state slots, logits of {policy.epilogue_tokens:,} tokens at once, blocks computed again"
+        )
+    return [*lines, *table(found)]
+
+
+def nearest(config: TrainConfig, found: MemoryPlan) -> list[str]:
+    """Return a few changes, as words for the command line, each of which makes the plan fit: one key if that is enough."""
+    changes = list(_changes(config))
+    pairs = [{**a, **b} for i, a in enumerate(changes) for b in changes[i + 1 :] if not a.keys() & b.keys()]
+    for candidates in (changes, pairs):
+        fitting: list[str] = []
+        seen: set[frozenset[str]] = set()
+        for change in candidates:
+            if frozenset(change) not in seen and _fits(config, change, found):
+                seen.add(frozenset(change))
+                fitting.append(" ".join(f"{key}={value}" for key, value in change.items()))
+            if len(fitting) == MAX_SUGGESTIONS:
+                break
+        if fitting:
+            return fitting
+    return []
+
+
+def model_spec(config: TrainConfig) -> ModelSpec:
+    """Return the spec of the configured model, from the meta device; ConfigError for a model that does not exist."""
+    dtype = torch.bfloat16 if config.precision == "mixed-bf16" else torch.float32
+    if flux.is_flux(config.model):
+        model: nn.Module = flux.meta_transformer(config.model)
+        nn.Module.to(model, dtype)  # diffusers' own warns
+        names = [f"{path}.{index}" for path, blocks in find_block_lists(model) for index in range(len(blocks))]
+        return read_spec(model, names, lambda num_rows: flux.run_transformer(model, num_rows), flux.row_tokens())
+    stack = build_causal_lm(config.model, config.seed, config.data.vocab_size).to(dtype)
+    length = config.data.max_slice
+
+    def forward(num_rows: int) -> Tensor:
+        tokens = torch.zeros(num_rows, length, dtype=torch.int64, device="meta")
+        batch = TextBatch(tokens, tokens, tokens, tokens, single_document=not config.data.packing, num_valid=0)
+        return stack(batch, lambda logits, _: logits)
+
+    return read_spec(stack.model, [block.name for block in stack.blocks], forward, length)
+
+
+def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
+    """Return what the run asks for."""
+    stream, ranks = config.engine.kind == "stream", config.resources.num_workers
+    mixed = config.precision == "mixed-bf16"
+    if not mixed and config.optim.master != "fp32":
+        raise ConfigError(
+            f"optim.master: {config.optim.master!r} is for bf16 weights, and precision is {config.precision}; "
+            "set precision=mixed-bf16, or optim.master=fp32"
+        )
+    split = mixed and (stream or config.optim.master != "fp32")
+    size = _unit_sizes(config, torch.bfloat16 if split else torch.float32)
+    return Demand(
+        engine=config.engine.kind,
+        spec=spec,
+        blocks=tuple(size(block.parameters) for block in spec.blocks),
+        outside=size(spec.outside),
+        micro_rows=config.batch.micro_size,
+        num_micro_batches=config.batch.accumulation_steps,
+        itemsize=2 if mixed else 4,
+        num_ranks=ranks,
+        on_gpu=config.resources.gpu > 0,
+        hold_gradients=stream and config.clip.mode == "exact",
+        checkpoint_blocks=stream or config.activation_checkpoint != "none",
+        whole_copies=mixed and not split and ranks == 1,
+        asynchronous_saves=config.checkpoint.asynchronous,
+        num_checkpoints=config.checkpoint.keep,
+        resident_indices=lambda num: resident_indices(len(spec.blocks), num),
+    )
+
+
+def hardware(config: TrainConfig) -> Hardware:
+    """Return the figures of `hardware.*`, and where they are open this machine's, read or measured.
+
+    Raises ConfigError for a GPU's figures on a machine without one.
+    """
+    given, stream = config.hardware, config.engine.kind == "stream"
+    wants_gpu = config.resources.gpu > 0
+    missing = _open_keys(config)
+    if missing and wants_gpu and not torch.cuda.is_available():
+        keys = " ".join(f"hardware.{key}={example}" for key, example in missing.items())
+        raise ConfigError(f"hardware.{next(iter(missing))}: is open and torch finds no GPU here to ask; give {keys}")
+    device = torch.device("cuda" if wants_gpu else "cpu")
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    sources: dict[str, str] = {}
+
+    def figure(key: str, read: Callable[[], float], unit: tuple[float, str], how: str) -> float:
+        value = getattr(given, key)
+        found = read() if value is None else value
+        sources[key] = f"{found / unit[0]:.4g} {unit[1]}{'' if value is not None else f', {how}'}"
+        return found
+
+    host = figure("host_memory", lambda: psutil.virtual_memory().total, (GIB, "GiB"), "read from this machine")
+    link, bandwidth = given.link, given.memory_bandwidth
+    if wants_gpu:
+        whole = figure("device_memory", lambda: torch.cuda.get_device_properties(device).total_memory, (1e9, "GB"), "read")
+        bandwidth = figure("memory_bandwidth", lambda: probe.probe_memory_bandwidth(device), (1e9, "GB/s"), "measured")
+    else:
+        whole = host
+    if stream and wants_gpu:
+        link = figure("link", lambda: probe.probe_link(device), (1e9, "GB/s each way"), "measured")
+    tflops = figure("tflops", lambda: probe.probe_tflops(device, dtype), (1, "TFLOPS"), "measured")
+    return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
+
+
+def _open_keys(config: TrainConfig) -> Mapping[str, str]:
+    examples = {"device_memory": "45GB", "memory_bandwidth": "768GB/s", "tflops": "100"}
+    if config.engine.kind == "stream":
+        examples["link"] = "25GB/s"
+    return {key: example for key, example in examples.items() if getattr(config.hardware, key) is None}
+
+
+def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
+    if not isinstance(config.engine, StreamEngineConfig):
+        return Wanted()
+    engine, num_blocks = config.engine, len(spec.blocks)
+    if engine.resident_blocks is not None and engine.resident_blocks > num_blocks:
+        raise ConfigError(f"engine.resident_blocks: {engine.resident_blocks}, but the model has {num_blocks} blocks; lower it")
+    return Wanted(engine.weight_slots, engine.state_slots, engine.resident_blocks, engine.epilogue_tokens)
+
+
+def _unit_sizes(config: TrainConfig, weight: torch.dtype) -> Callable[[tuple[ParameterSpec, ...]], UnitBytes]:
+    eight_bit, master = config.optim.kind == "adam8bit", config.optim.master
+
+    @cache
+    def size(parameters: tuple[ParameterSpec, ...]) -> UnitBytes:
+        layout = Layout({p.name: (p.shape, state_format(p.shape, eight_bit, master, weight, p.trained)) for p in parameters})
+        return UnitBytes(layout.weight_bytes, layout.state_bytes, layout.trained_weight_bytes, layout.num_gradients)
+
+    return size
+
+
+def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    """Yield changes of one thing, those first that leave the result as it is."""
+    size, steps = config.batch.micro_size, config.batch.accumulation_steps
+    factors = [2**i for i in range(1, 10) if size % 2**i == 0]
+    for factor in factors:
+        yield {"batch.micro_size": size // factor, "batch.accumulation_steps": steps * factor}
+    if config.engine.kind == "stream":
+        if isinstance(config.engine, StreamEngineConfig) and config.engine.resident_blocks is not None:
+            yield from ({"engine.resident_blocks": num} for num in range(1, 65))
+            yield {"engine.resident_blocks": 0}
+        if config.clip.mode == "exact":
+            yield {"clip.mode": "previous"}
+        if config.optim.kind == "adamw":
+            yield {"optim.kind": "adam8bit"}
+        if config.optim.master == "fp32" and config.precision == "mixed-bf16":
+            yield {"optim.master": "split24"}
+        if config.optim.master != "stochastic" and config.precision == "mixed-bf16":
+            yield {"optim.master": "stochastic"}
+        yield {"engine.weight_slots": 2, "engine.state_slots": 2}
+    elif config.activation_checkpoint == "none":
+        yield {"activation_checkpoint": "full"}
+    for factor in factors:
+        yield {"batch.micro_size": size // factor}
+    for fewer in range(steps - 1, 0, -1):
+        yield {"batch.accumulation_steps": fewer}
+
+
+def _fits(config: TrainConfig, change: Mapping[str, Any], found: MemoryPlan) -> bool:
+    tree = config.model_dump()
+    for key, value in change.items():
+        tree = merge(tree, nested(key, value))
+    try:
+        changed = build(tree)
+        return not plan(demand(changed, found.demand.spec), found.hardware, _wanted(changed, found.demand.spec)).shortfalls
+    except ConfigError:
+        return False

@@ -1,0 +1,115 @@
+import pytest
+import torch
+
+from fluxray import cli
+from fluxray.config.load import resolve
+from fluxray.errors import ConfigError, PlanError
+from fluxray.memory import probe
+from fluxray.runtime import planning
+from tests.memory.helpers import planned, spec_of
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    return end.value.code
+
+
+def test_a_plan_that_fits_is_printed(capsys):
+    assert run("plan", "--profile", "a6000", "--model", "neox-20b") == 0
+    captured = capsys.readouterr()
+    assert "20.55B parameters" in captured.out and "32,768 tokens" in captured.out
+    assert "bound by          arithmetic" in captured.out
+    assert captured.err == ""
+
+
+def test_one_that_does_not_is_printed_and_says_what_would(capsys):
+    assert run("plan", "--profile", "a6000", "--model", "flux2-dev", "hardware.host_memory=128GiB", "hardware.link=25GB/s") == 2
+    captured = capsys.readouterr()
+    assert "LACKS" in captured.out and "assumed: one image of 1024 px" in captured.out
+    assert captured.err.startswith("fluxray: error: plan: host memory lacks ") and captured.err.count("\n") == 1
+    assert captured.err.endswith("fits with optim.master=stochastic\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("neox-20b", ("batch.micro_size=16", "batch.accumulation_steps=1")),
+        ("neox-20b", ("batch.micro_size=8",)),
+        ("neox-20b", ("clip.mode=exact", "engine.resident_blocks=0")),
+        ("flux2-dev", ("optim.master=stochastic", "engine.resident_blocks=0")),
+        ("neox-20b", ("hardware.host_memory=110GiB", "batch.accumulation_steps=2")),
+    ],
+)
+def test_the_settings_that_are_named_fit(model, words):
+    found = planned(model, *words)
+    near = planning.nearest(resolve("a6000", model, words), found) if found.shortfalls else []
+    assert near or not found.shortfalls
+    for change in near:
+        assert not planned(model, *words, *change.split()).shortfalls
+
+
+def test_what_leaves_the_result_as_it_is_comes_first():
+    words = ("batch.micro_size=16", "batch.accumulation_steps=1")
+    found = planned("neox-20b", *words, "hardware.device_memory=40GB")
+    near = planning.nearest(resolve("a6000", "neox-20b", [*words, "hardware.device_memory=40GB"]), found)
+    assert near[0].startswith("batch.micro_size=8 batch.accumulation_steps=2")
+
+
+def test_nothing_fits_a_card_that_is_too_small():
+    words = ("hardware.device_memory=4GB",)
+    with pytest.raises(PlanError, match=r"would fit$"):
+        planning.require_fit(resolve("a6000", "neox-20b", words), planned("neox-20b", *words))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
+def test_open_figures_of_a_gpu_that_is_not_here_are_asked_for():
+    with pytest.raises(ConfigError) as refused:
+        planning.hardware(resolve("fsdp8", "flux2-seed"))
+    assert str(refused.value) == (
+        "hardware.device_memory: is open and torch finds no GPU here to ask; give hardware.device_memory=45GB "
+        "hardware.memory_bandwidth=768GB/s hardware.tflops=100"
+    )
+
+
+def test_a_machine_without_a_gpu_is_read_and_measured():
+    found = planning.hardware(resolve("cpu", "lm-tiny"))
+    assert found.device_bytes == found.host_bytes and found.tflops > 0
+    assert found.sources["host_memory"].endswith("read from this machine")
+
+
+def test_a_plan_for_the_cpu_has_no_context_and_no_link():
+    found = planned("lm-tiny", "hardware.tflops=0.1", "precision=fp32", profile="cpu")
+    assert found.bytes.device["CUDA context"] == 0 and found.speed.hiding_tokens is None
+
+
+def test_more_resident_blocks_than_there_are_are_refused():
+    with pytest.raises(ConfigError, match=r"^engine\.resident_blocks: 45, but the model has 44 blocks; lower it$"):
+        planned("neox-20b", "engine.resident_blocks=45")
+
+
+def test_master_weights_in_parts_want_bf16_weights():
+    with pytest.raises(ConfigError, match=r"^optim\.master: 'split24' is for bf16 weights, and precision is fp32"):
+        planning.demand(resolve("a6000", "lm-tiny", ["precision=fp32"]), spec_of("lm-tiny"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.config._class_name=UNet"], "model.config._class_name: 'UNet' is no FLUX transformer; use one of "),
+        (["model.config.num_layer=3"], "model.config.num_layer: is no key of Flux2Transformer2DModel; did you mean"),
+    ],
+)
+def test_image_models_that_diffusers_does_not_know_are_refused(words, message):
+    with pytest.raises(ConfigError) as refused:
+        planning.model_spec(resolve("a6000", "flux2-klein-4b", words))
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_probes_measure_what_hardware_can_do():
+    device = torch.device("cuda")
+    assert 2e9 < probe.probe_link(device) < 1e12
+    assert 1 < probe.probe_tflops(device, torch.bfloat16) < 5000
+    assert 1e11 < probe.probe_memory_bandwidth(device) < 2e13
