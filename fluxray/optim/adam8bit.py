@@ -78,6 +78,7 @@ def adam_step(  # noqa: PLR0913, PLR0917 - state and constants are grouped, the 
     keys the stochastic rounding (64 bits), which counts elements from `offset`; so stepping slices, each at its offset, equals
     stepping the whole.
     """
+    assert gradient.numel() == state.weight.numel() and all(t.is_contiguous() for t in (gradient, *state) if t is not None)
     if state.weight.is_cuda:
         from fluxray.optim.adam8bit_kernel import launch
 

@@ -11,6 +11,7 @@ import torch
 from fluxray.optim import adam8bit_kernel
 from fluxray.optim.adam8bit import adam_step_plain
 from fluxray.optim.formats import code_bounds
+from fluxray.optim.states import StateFormat
 from tests.optim.helpers import CONFIG, FORMATS, control_of, copy_of, num_different, random_state, state_of
 
 
@@ -42,8 +43,21 @@ def differences(device: str, num_blocks: int) -> Iterator[tuple[str, dict[str, i
                 )
                 adam8bit_kernel.launch(fused, *withheld)
                 yield f"{name}, withheld", num_different(fused, plain)
+        if fmt.weight == torch.bfloat16:
+            yield f"{name}, weights that are not finite", _not_finite(device, fmt)
     for signed in (True, False):
         yield f"at the bounds of the codes, signed {signed}", _at_the_bounds(device, signed)
+
+
+def _not_finite(device: str, fmt: StateFormat) -> dict[str, int]:
+    state, gradient = random_state(fmt, 256)
+    state.weight[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan])
+    arguments = (gradient.to(device), CONFIG, 1e-3, control_of(3).to(device), 5, 0)
+    plain, fused = copy_of(state, device), copy_of(state, device)
+    adam_step_plain(plain, *arguments)
+    adam8bit_kernel.launch(fused, *arguments)
+    assert fused.weight[:2].isinf().all() and fused.weight[2:4].isnan().all()
+    return num_different(fused, plain)
 
 
 def _at_the_bounds(device: str, signed: bool) -> dict[str, int]:
