@@ -9,7 +9,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -514,6 +513,6 @@ def test_a_disk_without_room_says_so(run_dir: Path, tmp_path: Path, mirror: Mirr
         mirror.fetch(tmp_path / "file", pytest.fail)
 
 
-def test_a_damaged_answer_is_no_reason_to_start_anew(run_dir: Path, mirror: Mirror) -> None:
+def test_a_store_without_an_answer_is_no_reason_to_start_anew(run_dir: Path, mirror: Mirror) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read \(NETWORK_CONNECTION: .*\); try again"):
-        Mirror(replace(open_store(f"{ADDRESS}?endpoint_override=127.0.0.1:1&scheme=http")), "first").fetch(run_dir, pytest.fail)
+        Mirror(open_store(f"{ADDRESS}?endpoint_override=127.0.0.1:1&scheme=http"), "first").fetch(run_dir, pytest.fail)
