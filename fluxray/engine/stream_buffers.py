@@ -1,5 +1,7 @@
 """Memory of the stream engine: exactly-sized host buffers, and rings of slots on the device that blocks pass through."""
 
+import contextlib
+import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,30 +15,37 @@ from torch import Tensor
 from fluxray.engine.stream_transfers import Event, Transfers
 from fluxray.errors import PlanError
 
-REGISTERING_THREADS = 8
-"""Page-locking touches every page, at some 10 GB/s with several threads."""
+TOUCHED_AT_ONCE = 1 << 28
+"""Bytes that one thread touches at a time."""
+
+MOST_THREADS = 16
 
 
 class HostBuffers:
     """One zeroed buffer (uint8) of exactly the given size for each block, page-locked where a GPU copies from it.
 
-    torch's own pinned memory rounds up to a power of two, which for blocks of 2.3 GB costs as much again. Raises PlanError if the
-    system has not that much memory or will not lock it.
+    torch's own pinned memory rounds up to a power of two, which for blocks of 2.3 GB costs as much again. Pages are touched by
+    many threads before they are locked, since locking by itself touches them one after the other. Raises PlanError if the system
+    has not that much memory or will not lock it.
     """
 
     def __init__(self, sizes: Sequence[int], page_locked: bool):
+        self._locked: list[Tensor] = []
         total, free = sum(sizes), psutil.virtual_memory().available
         try:
-            self.buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        except RuntimeError:
+            self.buffers = [_anonymous(size) for size in sizes]
+        except OSError:
             raise PlanError(
                 f"hardware.host_memory: {total / 1e9:.1f} GB for the blocks are wanted and the system gives no more "
                 f"({free / 1e9:.1f} GB are free); set optim.master=stochastic, engine.resident_blocks, or choose a smaller model"
             ) from None
-        self._locked: list[Tensor] = []
-        prepare = self._lock if page_locked else self._zero
-        with ThreadPoolExecutor(REGISTERING_THREADS) as pool:
-            list(pool.map(prepare, self.buffers))
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
+            touched = [[pool.submit(part.zero_) for part in torch.split(buffer, TOUCHED_AT_ONCE)] for buffer in self.buffers]
+            for buffer, parts in zip(self.buffers, touched, strict=True):
+                for part in parts:
+                    part.result()
+                if page_locked and buffer.numel() > 0:
+                    self._lock(buffer)
 
     def close(self) -> None:
         """Unlock the memory; nothing may be copying any more."""
@@ -44,19 +53,23 @@ class HostBuffers:
             _cudart().cudaHostUnregister(buffer.data_ptr())
         self._locked.clear()
 
-    def _zero(self, buffer: Tensor) -> None:
-        buffer.zero_()
-
     def _lock(self, buffer: Tensor) -> None:
-        if buffer.numel() == 0:
-            return
         code = int(_cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
         if code != 0:
             raise PlanError(
                 f"engine.kind: stream cannot page-lock {buffer.numel() / 1e9:.1f} GB (CUDA error {code}): {_reason()}"
             )
         self._locked.append(buffer)
-        buffer.zero_()
+
+
+def _anonymous(size: int) -> Tensor:
+    """Return memory straight from the system (uint8), in large pages where it has them. Raises OSError."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _cudart() -> Any:
@@ -89,11 +102,14 @@ def container_limit() -> int | None:
 
 @dataclass
 class _Slot:
+    """`filled`: its last fetch is done; `drained`: it has been computed with; `saved`: its last write-back is done."""
+
     memory: Tensor
     holds: int | None = None
     wanted: bool = False
     filled: Event = None
     drained: Event = None
+    saved: Event = None
     last_used: int = 0
 
 
@@ -152,7 +168,7 @@ class Ring:
             return self.resident[index]
         slot = self._find(index) or min((s for s in self.slots if not s.wanted), key=lambda s: s.last_used)
         slot.holds, slot.wanted = index, True
-        self.transfers.wait(slot.drained)
+        self.transfers.wait(slot.saved)
         return slot.memory[: self.host[index].numel()]
 
     def done(self, index: int, num_written: int = 0) -> None:
@@ -164,8 +180,8 @@ class Ring:
         slot.wanted = False
         slot.drained = self.transfers.mark()
         if num_written:
-            slot.drained = self.transfers.write(self.host[index][:num_written], slot.memory[:num_written], (slot.drained,))
-            self.written[index] = slot.drained
+            slot.saved = self.transfers.write(self.host[index][:num_written], slot.memory[:num_written], (slot.drained,))
+            self.written[index] = slot.saved
         self.clock += 1
         slot.last_used = self.clock
 
