@@ -138,11 +138,11 @@ class StreamEngine:
         return self._transfers.read_waits()
 
     def state_items(self) -> Iterator[StateItem]:
-        """Yield all weights, corrections and moments as they lie in memory, each parameter's step count, and the clip average."""
+        """Yield all weights, corrections and moments as they lie in memory, step counts of what is trained, clip average."""
         for unit in (*self._units, self._outside):
             for item in unit.state_items():
                 yield item
-                if item.section == "weights":
+                if item.section == "exp_avg":
                     yield StateItem("step", item.name, (), None, self._stepper.steps[self._clip_unit(unit, item.name)])
         yield from self._clip.state_items()
 
@@ -156,11 +156,13 @@ class StreamEngine:
         check_same_model({item.name: item.shape for item in weights}, reader)
         self._transfers.synchronize()
         rounded = [name for unit in units for name in unit.load(reader)]
+        for count in self._stepper.steps.values():
+            count.zero_()
         for unit in units:
-            for name in unit.parameters:
-                whole = unit.prefix + name
-                saved = reader.read("step", whole, 0, None) if "step" in reader.sections(whole) else torch.zeros(())
-                self._stepper.steps[self._clip_unit(unit, whole)].copy_(saved)
+            for whole in (unit.prefix + name for name in unit.parameters):
+                if "step" in reader.sections(whole):  # a block has one count, some of its parameters may never have stepped
+                    count = self._stepper.steps[self._clip_unit(unit, whole)]
+                    count.copy_(torch.maximum(count, reader.read("step", whole, 0, None).to(count)))
         self._clip.load_items(reader)
         self._pending.clear()
         self._store.forget()
@@ -327,7 +329,7 @@ class StreamEngine:
         controls = {name: self._stepper.control(name, update.scale, update.ok) for name, update in updates.items()}
         given = Given(step.lr, derive_seed(step.seed, "outside"), controls.get)
         self._stepper.step_unit(self._outside.layout, self._outside.memory, gradient, given)
-        self._clip.finish(whole)
+        self._clip.finish(whole.where(finite, torch.nan))
         return whole
 
     def _step_unit(self, index: int, gradient: Tensor, update: Update, touched: frozenset[str]) -> None:
