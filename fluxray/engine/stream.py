@@ -143,7 +143,8 @@ class StreamEngine:
             for item in unit.state_items():
                 yield item
                 if item.section == "exp_avg":
-                    yield StateItem("step", item.name, (), None, self._stepper.steps[self._clip_unit(unit, item.name)])
+                    count = self._stepper.steps[self._clip_unit(unit, item.name)]
+                    yield StateItem("step", item.name, (), None, count.clone())  # safetensors refuses one that many share
         yield from self._clip.state_items()
 
     def load_items(self, reader: StateReader) -> list[str]:
