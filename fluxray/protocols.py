@@ -206,9 +206,9 @@ class StepOutput(NamedTuple):
 class StateItem(NamedTuple):
     """One piece of an engine's state on this rank.
 
-    `section` is `weights`, `exp_avg`, `exp_avg_sq` or `step`; `name` the library's parameter name; `shape` the whole tensor's;
-    `offset` the first row (dimension 0) of this piece, or None if the piece is the whole tensor, which then every rank holds.
-    Section `clip` belongs to no parameter.
+    `section` is `weights`, `step` or one of `StateFormat.state_sections`; `name` the library's parameter name; `shape` the whole
+    tensor's; `offset` the first row (dimension 0) of this piece, or None if the piece is the whole tensor, which then every rank
+    holds. Section `clip` belongs to no parameter.
     """
 
     section: str
@@ -261,8 +261,11 @@ class Engine(Protocol):
         """Yield this rank's pieces of weights and optimizer state."""
         ...
 
-    def load_items(self, reader: StateReader) -> None:
-        """Replace weights and optimizer state by saved ones, saved under any number of ranks."""
+    def load_items(self, reader: StateReader) -> Sequence[str]:
+        """Replace weights and optimizer state by saved ones, saved under any number of ranks by either engine.
+
+        Returns the names of the parameters of which something was saved in a wider format than it is kept in, and rounded.
+        """
         ...
 
 

@@ -7,7 +7,7 @@ from fluxray.errors import ConfigError
 
 def check_consistent(config: TrainConfig) -> None:
     """Raise ConfigError for the first pair of keys that contradict each other."""
-    batch, data, train, optim = config.batch, config.data, config.train, config.optim
+    batch, data = config.batch, config.data
     workers = config.resources.num_workers
     if batch.global_size not in (None, config.global_batch_size):
         raise ConfigError(
@@ -22,15 +22,7 @@ def check_consistent(config: TrainConfig) -> None:
         raise ConfigError(
             f"data.vocab_size: {data.vocab_size} has no effect, data.tokenizer {data.tokenizer!r} is not trained; drop either"
         )
-    if optim.schedule != "constant" and optim.warmup_steps >= max(train.num_steps, 1):
-        raise ConfigError(
-            f"optim.warmup_steps: {optim.warmup_steps} leaves nothing of train.num_steps {train.num_steps} for the "
-            f"{optim.schedule} schedule; lower it or set optim.schedule=constant"
-        )
-    if optim.schedule == "constant" and optim.min_lr_ratio != 0:
-        raise ConfigError(
-            f"optim.min_lr_ratio: {optim.min_lr_ratio} has no effect with optim.schedule constant; set linear or cosine"
-        )
+    _check_optim(config)
     if config.resources.gpu == 0 and config.allocator != "native":
         raise ConfigError(f"allocator: {config.allocator!r} is CUDA's, and resources.gpu is 0; set native")
     if config.resources.gpu == 0 and config.resources.accelerator is not None:
@@ -51,6 +43,19 @@ def check_consistent(config: TrainConfig) -> None:
         check_mirror(config.checkpoint.mirror)
 
 
+def _check_optim(config: TrainConfig) -> None:
+    optim, train = config.optim, config.train
+    if optim.schedule != "constant" and optim.warmup_steps >= max(train.num_steps, 1):
+        raise ConfigError(
+            f"optim.warmup_steps: {optim.warmup_steps} leaves nothing of train.num_steps {train.num_steps} for the "
+            f"{optim.schedule} schedule; lower it or set optim.schedule=constant"
+        )
+    if optim.schedule == "constant" and optim.min_lr_ratio != 0:
+        raise ConfigError(
+            f"optim.min_lr_ratio: {optim.min_lr_ratio} has no effect with optim.schedule constant; set linear or cosine"
+        )
+
+
 def check_available(config: TrainConfig) -> None:
     """Raise ConfigError for the first value that the schema knows and this version cannot run yet."""
     if "_class_name" in config.model.config:
@@ -60,11 +65,14 @@ def check_available(config: TrainConfig) -> None:
         )
     wanted = {
         "engine.kind": (config.engine.kind, "sharded"),
-        "optim.kind": (config.optim.kind, "adamw"),
-        "optim.master": (config.optim.master, "fp32"),
     }
     for key, (value, available) in wanted.items():
         if value != available:
             raise ConfigError(f"{key}: {value!r} is not available in this version; set {key}={available}")
+    if config.engine.kind == "sharded" and config.optim.master != "fp32":
+        raise ConfigError(
+            f"optim.master: {config.optim.master!r} saves host memory for engine.kind stream; the weights of engine.kind sharded "
+            f"are fp32 masters already; set optim.master=fp32"
+        )
     if config.precision == "amp-fp16":
         raise ConfigError("precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16")

@@ -85,7 +85,7 @@ class BatchConfig(Section):
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    kind: Literal["adamw", "adam8bit"] = "adamw"
+    kind: Literal["adamw", "adam8bit"] = Field(default="adamw", description="AdamW with fp32 or with 8-bit moments")
     lr: float = Field(default=5e-5, gt=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)

@@ -7,16 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fluxray.engine.clip import Clip, clip_units
 from fluxray.engine.gradients import Gradients
 from fluxray.engine.masters import Masters
 from fluxray.engine.parallelize import Precision, fsdp_modules
 from fluxray.engine.state import check_same_model
+from fluxray.optim.rows import Rows
+from fluxray.optim.sharded import ShardedOptimizer
 from fluxray.protocols import Batch, BlockStack, LossFn, LossOutput, StateItem, StateReader, StepOutput
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedEngine:
@@ -32,7 +31,7 @@ class ShardedEngine:
         stack: BlockStack,
         loss_fn: LossFn,
         masters: Masters,
-        optimizer: torch.optim.Optimizer,
+        optimizer: ShardedOptimizer,
         clip: Clip,
         runtime: "Runtime",
     ):
@@ -61,11 +60,7 @@ class ShardedEngine:
         sound = torch.isfinite(loss) & torch.isfinite(grad_norm)
         withheld = 1 - sound.float()
         self._clip.finish(grad_norm.where(sound, torch.nan))
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.found_inf = withheld  # pyright: ignore[reportAttributeAccessIssue]  (as torch.amp.GradScaler sets it)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(lr, withheld)
         self._masters.publish()
         return StepOutput(loss, grad_norm, num_valid, withheld)
 
@@ -85,33 +80,18 @@ class ShardedEngine:
     def state_items(self) -> Iterator[StateItem]:
         """Yield this rank's rows of weights and moments, each parameter's step count, and what clipping remembers."""
         for name, parameter in self._masters.named.items():
-            yield self._item("weights", name, parameter.detach())
-            state = self._optimizer.state.get(parameter, {})
-            for section in MOMENTS:
-                if section in state:
-                    yield self._item(section, name, state[section])
-            if "step" in state:
-                yield StateItem("step", name, (), None, state["step"])
+            rows = Rows.of(parameter)
+            yield rows.item("weights", name, rows.local)
+            yield from self._optimizer.state_items(name)
         yield from self._clip.state_items()
 
-    @torch.no_grad()
-    def load_items(self, reader: StateReader) -> None:
+    def load_items(self, reader: StateReader) -> Sequence[str]:
         """Replace weights and optimizer state by saved ones; raises CheckpointError if they belong to another model."""
         check_same_model({name: parameter.shape for name, parameter in self._masters.named.items()}, reader)
-        for name, parameter in self._masters.named.items():
-            sections = reader.sections(name)
-            self._restore(reader, "weights", name, parameter)
-            self._optimizer.state.pop(parameter, None)
-            if "step" not in sections:
-                continue
-            step = reader.read("step", name, 0, None).to(self._runtime.device)
-            state: dict[str, Tensor] = {"step": step}
-            for section in MOMENTS:
-                state[section] = torch.zeros_like(parameter)
-                self._restore(reader, section, name, state[section])
-            self._optimizer.state[parameter] = state
+        narrowed = [name for name in self._masters.named if self._optimizer.load(name, reader)]
         self._clip.load_items(reader)
         self._masters.publish()
+        return narrowed
 
     @torch.no_grad()
     def _infer(self, batch: Batch, loss_fn: Any) -> Any:
@@ -121,23 +101,6 @@ class ShardedEngine:
         for module in self._sharded:
             module.reshard()  # no backward follows that would; the next step must gather anew
         return output
-
-    def _item(self, section: str, name: str, tensor: Tensor) -> StateItem:
-        if isinstance(tensor, DTensor):
-            return StateItem(section, name, tuple(tensor.shape), self._first_row(tensor), tensor.to_local())
-        return StateItem(section, name, tuple(tensor.shape), None, tensor)
-
-    def _restore(self, reader: StateReader, section: str, name: str, target: Tensor) -> None:
-        local = target.to_local() if isinstance(target, DTensor) else target
-        if local.numel() == 0:
-            return
-        offset = self._first_row(target) if isinstance(target, DTensor) else 0
-        local.copy_(reader.read(section, name, offset, local.shape[0] if local.ndim else None))
-
-    def _first_row(self, tensor: DTensor) -> int:
-        """Return the first row of this rank's shard: FSDP2 cuts dimension 0 like `torch.chunk`."""
-        rows_per_rank = -(-tensor.shape[0] // self._runtime.num_ranks)
-        return min(self._runtime.rank * rows_per_rank, tensor.shape[0])
 
 
 class Runtime:

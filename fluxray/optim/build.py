@@ -6,6 +6,16 @@ import torch
 from torch import nn
 
 from fluxray.config.schema import OptimConfig
+from fluxray.optim.sharded import Adam8bit, FusedAdamW, ShardedOptimizer
+
+
+def build_sharded(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> ShardedOptimizer:
+    """Return the optimizer of fp32 masters, which may be DTensors."""
+    match config.kind:
+        case "adamw":
+            return FusedAdamW(parameters, build_adamw(parameters, config))
+        case "adam8bit":
+            return Adam8bit(parameters, config)
 
 
 def build_adamw(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

@@ -25,7 +25,7 @@ from fluxray.export import MODEL_DIR
 from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_config
 from fluxray.models.verify import check_stack
-from fluxray.optim.build import build_adamw
+from fluxray.optim.build import build_sharded
 from fluxray.optim.schedule import build_schedule
 from fluxray.protocols import IGNORE_INDEX, Report, RunState, RunSummary, SavedCheckpoint, TextBatch
 from fluxray.ranks import ALONE, Ranks
@@ -153,7 +153,7 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
         reshard_after_forward=getattr(config.engine, "reshard_after_forward", True),
     )
     masters = parallelize(stack, techniques, device, mesh)
-    optimizer = build_adamw(masters.named, config.optim)
+    optimizer = build_sharded(masters.named, config.optim)
     runtime = Runtime(device, techniques.precision, mesh)
     clip = Clip(config.clip.mode, config.clip.max_norm, device)
     engine = ShardedEngine(stack, task.loss_fn, masters, optimizer, clip, runtime)
@@ -215,12 +215,16 @@ def _load_newest(parts: Parts, context: WorkerContext) -> checkpoint.CheckpointR
 
     def load(directory: Path) -> checkpoint.CheckpointReader:
         reader = checkpoint.CheckpointReader(directory)
-        parts.engine.load_items(reader)
+        rounded[:] = parts.engine.load_items(reader)
         return reader
 
-    return checkpoint.open_newest(
+    rounded: list[str] = []
+    found = checkpoint.open_newest(
         context.checkpoints, context.notify, lambda directory: parts.ranks.together(lambda: load(directory))
     )
+    if rounded:
+        context.notify(f"{len(rounded)} parameters were saved in a wider format and are rounded now, such as {rounded[0]}")
+    return found
 
 
 def _start_uploads(config: TrainConfig, context: WorkerContext) -> Uploads:

@@ -38,8 +38,10 @@ CONTRADICTIONS = {
 
 NOT_YET = {
     ("engine.kind=stream",): "engine.kind: 'stream' is not available in this version; set engine.kind=sharded",
-    ("optim.kind=adam8bit",): "optim.kind: 'adam8bit' is not available in this version; set optim.kind=adamw",
-    ("optim.master=split24",): "optim.master: 'split24' is not available in this version; set optim.master=fp32",
+    ("optim.master=split24",): (
+        "optim.master: 'split24' saves host memory for engine.kind stream; the weights of engine.kind sharded are fp32 masters "
+        "already; set optim.master=fp32"
+    ),
     ("precision=amp-fp16",): "precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16",
 }
 
@@ -66,8 +68,8 @@ def test_what_this_version_cannot_run_resolves_and_is_refused_at_start(words, me
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("words", ["clip.mode=previous", "clip.mode=block"])
-def test_the_sharded_engine_has_every_way_to_clip(words):
+@pytest.mark.parametrize("words", ["clip.mode=previous", "clip.mode=block", "optim.kind=adam8bit"])
+def test_the_sharded_engine_has_every_way_to_clip_and_8_bit_moments(words):
     check_available(resolve(overrides=[words]))
 
 

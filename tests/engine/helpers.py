@@ -13,7 +13,7 @@ from fluxray.engine.clip import Clip, ClipMode
 from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
-from fluxray.optim.build import build_adamw
+from fluxray.optim.build import build_sharded
 from fluxray.protocols import IGNORE_INDEX, BatchKey, Engine, SampleId, TextBatch
 from fluxray.tasks.lm import LmTask
 
@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3 tied": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
 }
 OPTIM = OptimConfig(lr=1e-3, eps=1e-6)
+EIGHT_BIT = OPTIM.model_copy(update={"kind": "adam8bit"})
 NO_CLIP = 1e9
 
 
@@ -49,6 +50,7 @@ class EngineCase:
     techniques: Techniques = field(default_factory=lambda: Techniques("fp32"))
     max_norm: float = NO_CLIP
     clip: ClipMode = "exact"
+    optim: OptimConfig = OPTIM
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -64,7 +66,7 @@ def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None) -> ShardedE
     loss_fn = LmTask(0, case.techniques.compile).loss_fn
     runtime = Runtime(case.device, case.techniques.precision, mesh)
     clip = Clip(case.clip, case.max_norm, case.device)
-    return ShardedEngine(stack, loss_fn, masters, build_adamw(masters.named, OPTIM), clip, runtime)
+    return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, case.optim), clip, runtime)
 
 
 EngineFactory = Callable[[EngineCase], Engine]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray import checkpoint
@@ -40,17 +39,9 @@ ENGINES: dict[str, EngineFactory] = {
     "resident": sharded_engine,
     "fsdp": lambda case: sharded_engine(case, DeviceMesh("cpu", torch.arange(1))),
 }
+pytestmark = pytest.mark.usefixtures("process_group")
+
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=ENGINES)

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fluxray.config.schema import OptimConfig
+from fluxray.engine.clip import ClipMode
 from fluxray.engine.parallelize import Techniques
 from tests.engine.helpers import (
+    EIGHT_BIT,
     OPTIM,
     EngineCase,
     cut,
@@ -31,6 +34,10 @@ pytestmark = [
 
 CUDA = torch.device("cuda", 0)
 NEOX = EngineCase(model_config("gpt_neox"), device=CUDA)
+WIDE = EngineCase(
+    model_config("gpt_neox", hidden_size=256, num_hidden_layers=2, hidden_dropout=0.2, attention_dropout=0.2), device=CUDA
+)
+"""Its matrices are large enough for 8-bit moments."""
 DROPPING = EngineCase(model_config("gpt_neox", hidden_dropout=0.2, attention_dropout=0.2), device=CUDA)
 
 
@@ -84,9 +91,41 @@ def test_compiled_equals_eager() -> None:
     expect_close(train(sharded_engine(compiled)), train(sharded_engine(eager)), loss=1e-5, gradient=1e-5, weight=1e-3)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("optim", [OPTIM, EIGHT_BIT], ids=["adamw", "adam8bit"])
+@pytest.mark.parametrize("precision", ["fp32", "mixed-bf16"])
+def test_what_is_not_finite_changes_neither_weights_nor_moments(
+    mesh: DeviceMesh, precision: str, optim: OptimConfig, sharded: bool
+) -> None:
+    case = replace(WIDE, techniques=Techniques(precision), optim=optim, clip="previous")
+    engine, undisturbed = (sharded_engine(case, mesh if sharded else None) for _ in range(2))
+    for each in (engine, undisturbed):
+        each.train_step(cut(2, 0), OPTIM.lr)
+    before = [item.tensor.clone() for item in engine.state_items()]
+    intact = engine._loss_fn
+    engine._loss_fn = lambda output, batch: intact(output * torch.nan, batch)
+    assert engine.train_step(cut(2, 1), OPTIM.lr).withheld.item() == 1
+    assert all(torch.equal(item.tensor, old) for item, old in zip(engine.state_items(), before, strict=True))
+    engine._loss_fn = intact
+    actual, expected = train(engine, num_steps=2, start=1), train(undisturbed, num_steps=2, start=1)
+    expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-4, "losses")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_8_bit_moments_on_the_gpu_stay_close_to_the_hosts(mesh: DeviceMesh, sharded: bool) -> None:
+    case = EngineCase(model_config("gpt_neox", hidden_size=256, num_hidden_layers=2), optim=EIGHT_BIT, device=CUDA)
+    host, gpu = sharded_engine(replace(case, device=torch.device("cpu"))), sharded_engine(case, mesh if sharded else None)
+    _copy_weights(host, gpu)
+    actual, expected = train(gpu), train(host)
+    expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
+
+
+@pytest.mark.parametrize("clip", ["exact", "previous", "block"])
+@pytest.mark.parametrize("optim", [OPTIM, EIGHT_BIT], ids=["adamw", "adam8bit"])
 @pytest.mark.parametrize("precision", ["amp-bf16", "mixed-bf16"])
-def test_the_host_never_waits_for_the_device_inside_a_step(precision: str) -> None:
-    engine = sharded_engine(replace(DROPPING, techniques=Techniques(precision, activation_checkpoint="full")))
+def test_the_host_never_waits_for_the_device_inside_a_step(precision: str, optim: OptimConfig, clip: ClipMode) -> None:
+    techniques = Techniques(precision, activation_checkpoint="full")
+    engine = sharded_engine(replace(WIDE, techniques=techniques, optim=optim, clip=clip))
     micro_batches = [batch.to(CUDA) for batch in cut(2, 0)]
     engine.train_step(micro_batches, OPTIM.lr)
     torch.cuda.synchronize()

@@ -22,6 +22,7 @@ from fluxray.models.causal_lm import library_config
 from fluxray.protocols import RunState, Schedule
 from fluxray.ranks import Ranks
 from tests.engine.helpers import (
+    EIGHT_BIT,
     OPTIM,
     EngineCase,
     Trace,
@@ -54,6 +55,12 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 """Ranks, micro-batches per rank, and what differs from the plain case."""
 
+WIDE = model_config("gpt_neox", hidden_size=256, num_hidden_layers=1, intermediate_size=256)
+EIGHT_BIT_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "2 ranks, 8-bit moments": (2, 2, {"model": WIDE, "optim": EIGHT_BIT}),
+    "8 ranks, 8-bit moments": (8, 1, {"model": WIDE, "optim": EIGHT_BIT}),
+}
+
 RESUMED = {"from 2 ranks to 1": (2, 1), "from 1 rank to 8": (1, 8), "from 8 ranks to 2": (8, 2)}
 NEOX = EngineCase(model_config("gpt_neox"))
 SPLIT_STEP, LAST_STEP = 2, 5
@@ -77,6 +84,32 @@ def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
         expect_close(actual, expected, gradient=1e-6 if unclipped else 1e-5)
     else:  # partial sums are rounded to bf16 at other places
         expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT_CASES)
+def test_8_bit_moments_do_not_depend_on_the_number_of_ranks(folder: Path, name: str) -> None:
+    """Sums of gradients differ in their last bits, so a value in the middle between two codes may get the one or the other."""
+    engine = sharded_engine(replace(NEOX, **EIGHT_BIT_CASES[name][2]))
+    actual, expected = _trace(folder / name), train(engine, num_steps=1)
+    first = checkpoint.CheckpointReader(folder / name / checkpoint.directory_name(1))
+    codes = {(item.section, item.name): item.tensor for item in engine.state_items() if item.tensor.dtype == torch.uint8}
+    assert codes
+    for (section, parameter), tensor in codes.items():
+        differing = (first.read(section, parameter).int() - tensor.int()).abs()
+        assert differing.max() <= 1 and (differing > 0).float().mean() < 1e-3, f"{section} of {parameter}"
+    rest = train(engine, num_steps=LAST_STEP - 1, start=1)
+    expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses + rest.losses), 1e-5, "losses")
+    expect_close_values(torch.tensor(actual.norms), torch.tensor(expected.norms + rest.norms), 1e-5, "norms")
+    for parameter, weight in rest.weights.items():
+        expect_close_values(actual.weights[parameter], weight, 5e-3, parameter)
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT_CASES)
+def test_8_bit_moments_are_loaded_on_another_number_of_ranks_bit_for_bit(folder: Path, name: str) -> None:
+    reader = checkpoint.CheckpointReader(checkpoint.committed(folder / name)[0])
+    engine = sharded_engine(replace(NEOX, **EIGHT_BIT_CASES[name][2]))
+    assert list(engine.load_items(reader)) == []
+    assert all(torch.equal(item.tensor, reader.read(item.section, item.name)) for item in engine.state_items())
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -165,7 +198,7 @@ def _rank_main(rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     meshes = {n: DeviceMesh("cpu", torch.arange(n)) for n in (1, 2, WORLD)}
-    for name, (num_ranks, num_micro_batches, differing) in CASES.items():
+    for name, (num_ranks, num_micro_batches, differing) in {**CASES, **EIGHT_BIT_CASES}.items():
         if rank < num_ranks:
             _run(Path(folder, name), replace(NEOX, **differing), meshes[num_ranks], num_micro_batches, (0, LAST_STEP))
     for name, (before, after) in RESUMED.items():

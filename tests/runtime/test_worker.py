@@ -130,6 +130,23 @@ def test_resumed_in_mid_epoch_equals_uninterrupted(tmp_path: Path, cache: Path, 
     assert all(torch.equal(actual[key], wanted[key]) for key in wanted)
 
 
+def test_a_run_may_go_on_with_8_bit_moments_and_says_what_it_rounds(tmp_path: Path, cache: Path) -> None:
+    wide = ["model.config.hidden_size=256", "model.config.num_hidden_layers=1", "clip.mode=previous", "clip.max_norm=0.5"]
+    run(small(*wide, "train.num_steps=6"), tmp_path, cache)
+    notices: list[str] = []
+    reports: list[Report] = []
+    config = small(*wide, "train.num_steps=8", "optim.kind=adam8bit")
+    run_worker(config, context(tmp_path, cache, reports, notices))
+    assert "parameters were saved in a wider format and are rounded now, such as gpt_neox." in notices[0]
+    assert notices[1] == "resumed at step 6 from step_00000006"
+    reader = checkpoint.CheckpointReader(checkpoint.committed(tmp_path)[0])
+    assert reader.state.step == 8 and reader.state.num_skipped == 0 and "clip" in reader.sections("average")
+    assert {"exp_avg_absmax", "exp_avg_sq_absmax"} <= set(reader.sections("gpt_neox.embed_in.weight"))
+    notices.clear()
+    run_worker(small(*wide, "train.num_steps=9", "optim.kind=adam8bit"), context(tmp_path, cache, reports, notices))
+    assert notices[0] == "resumed at step 8 from step_00000008"
+
+
 PERTURBED: dict[str, Any] = {
     "seed": lambda s: replace(s, seed=s.seed + 1),
     "step": lambda s: replace(s, step=s.step + 1),
