@@ -174,7 +174,13 @@ def running(mode: str) -> Iterator[Head]:
             process.poll()
             time.sleep(0.1)
         process.wait(10)
-        shutil.rmtree(folder, ignore_errors=True)
+        until(lambda: not remaining(folder), "end of the head's files", 20)
+
+
+def remaining(folder: Path) -> bool:
+    """Delete the folder; return whether a process that was just ending has written into it meanwhile."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder.exists()
 
 
 def marked(folder: Path) -> list[int]:
