@@ -168,6 +168,13 @@ class BlockStack(nn.Module, ABC):
     def epilogue(self, state: State, batch: Any, loss_fn: Callable[[Tensor, Any], Any], /) -> Any:
         """Apply final norm and head, then `loss_fn`; returns what `loss_fn` returns."""
 
+    def epilogue_pieces(self, state: State, batch: Any, num_tokens: int, /) -> Sequence[tuple[State, Any]]:
+        """Return state and batch in pieces of about `num_tokens` tokens whose losses sum up to the whole's.
+
+        A piece's carry is a view of the state's. A model whose epilogue does not work token by token has one piece.
+        """
+        return [(state, batch)]
+
     def forward(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
         """Compose prologue, blocks and epilogue."""
         state = self.prologue(batch)

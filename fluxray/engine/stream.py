@@ -9,7 +9,8 @@ One step, K micro-batches, L blocks. What is copied beside a line goes on while 
     prologue of each micro-batch again, with its backward; what is outside the blocks steps
 
 Host traffic does not depend on K: 2 bytes a parameter in for the forward, weights and states in and out for the backward. A block
-whose weights still lie on the device, as the last ones do at the turn, is not fetched again. All losses are known before anything
+whose weights still lie on the device, as the last ones do at the turn, is not fetched again, and may keep its activations instead
+of computing them again. All losses are known before anything
 steps. In clip mode `exact` a block's gradient waits on the host until the norm of all is known, and is applied when the block
 next comes by: in the following forward, or in `flush`.
 """
@@ -49,7 +50,8 @@ class Update(NamedTuple):
 class Pass:
     """One optimizer step under way. `carry_gradients[k]` and `shared_gradients[k]` are those of micro-batch k, so far.
 
-    `shared_names` are the shared tensors that the loss can be differentiated by, `ok` holds 1 or 0 for each clip unit.
+    `shared_names` are the shared tensors that the loss can be differentiated by, `kept[block, k]` leaves and output of forwards
+    that need not be done again, `ok` holds 1 or 0 for each clip unit.
     """
 
     batches: Sequence[Batch]
@@ -61,6 +63,7 @@ class Pass:
     loss_sum: Tensor
     carry_gradients: list[Tensors] = field(default_factory=list)
     shared_gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    kept: dict[tuple[int, int], tuple[State, Tensors]] = field(default_factory=dict)
     norms: list[Tensor] = field(default_factory=list)
     ok: list[Tensor] = field(default_factory=list)
 
@@ -86,7 +89,7 @@ class StreamEngine:
         self._device = device
         self._amp = precision == "amp-bf16"
         self._transfers = transfers or transfers_of(device)
-        weight = torch.bfloat16 if precision == "mixed-bf16" else torch.float32
+        self._weight_dtype = weight = torch.bfloat16 if precision == "mixed-bf16" else torch.float32
         inside, outside = split_parameters(stack)
         self._units = [Unit(f"{block.name}.", own, optim, weight) for block, own in zip(stack.blocks, inside, strict=True)]
         self._outside = Unit("", outside, optim, weight)
@@ -96,6 +99,7 @@ class StreamEngine:
         self._gradients = GradientSink(max(unit.layout.num_gradients for unit in self._units), device)
         self._outside_gradients = GradientSink(self._outside.layout.num_gradients, device, tied)
         self._last = len(self._units) - 1
+        self._keeping = self._kept_indices(settings)
         self._touched: dict[int, frozenset[str]] = {}
         self._pending: dict[int, tuple[Update, frozenset[str]]] = {}
         self._materialise(precision)
@@ -104,7 +108,7 @@ class StreamEngine:
         """Forward, backward, clip and step over the micro-batches of one global batch."""
         self._stack.train()
         step = self._begin(micro_batches, lr)
-        inputs = self._forward_blocks(step.embedded, self._last, keep=True)
+        inputs = self._forward_blocks(step)
         self._backward_blocks(step, inputs)
         self._backward_prologues(step)
         norm = self._step_outside(step)
@@ -200,6 +204,18 @@ class StreamEngine:
         embedded = [_with_leaves(state, ()) for state in states]
         return Pass(batches, embedded, names, divisor, lr, seed, torch.zeros((), device=self._device))
 
+    def _kept_indices(self, settings: StreamSettings) -> set[int]:
+        """Return the blocks that keep their activations: their weights are still on the device when backward reaches them."""
+        found = set[int]()
+        for index in range(self._last - 1, -1, -1):
+            passing = [i for i in range(index, self._last + 1) if i not in self._store.weights.resident]
+            if len(found) == settings.kept_blocks or (
+                index not in self._store.weights.resident and len(passing) > settings.weight_slots
+            ):
+                break
+            found.add(index)
+        return found
+
     def _visit(self, order: Sequence[int], stop: int | None = None, backward: bool = False) -> Iterator[int]:
         """Yield the first `stop` blocks of `order` (None: all), each with its weights bound, while the next ones are fetched.
 
@@ -237,34 +253,47 @@ class StreamEngine:
         self._store.states.done(index, unit.layout.state_bytes)
         return True
 
-    @torch.no_grad()
-    def _forward_blocks(self, states: Sequence[State], stop: int, keep: bool) -> list[list[Tensors]]:
-        """Run the first `stop` blocks; return what each got and the last gave, or only that without `keep`: [block][k]."""
-        carries = [state.carry for state in states]
-        kept = [carries]
-        for index in self._visit(range(len(self._units)), stop):
-            carries = [self._block(index, state._replace(carry=c)).carry for state, c in zip(states, carries, strict=True)]
-            kept = [*kept, carries] if keep else [carries]
-        return kept
+    def _forward_blocks(self, step: Pass) -> list[list[Tensors]]:
+        """Run all blocks but the last, and return what each block got: [block][k]."""
+        inputs = [[state.carry for state in step.embedded]]
+        for index in self._visit(range(len(self._units)), self._last):
+            keeps, outputs = index in self._keeping, list[Tensors]()
+            for k, state in enumerate(step.embedded):
+                given = state._replace(carry=inputs[-1][k])
+                if keeps:
+                    step.kept[index, k] = leaves, output = self._differentiable(step, index, given)
+                    inputs[-1][k] = leaves.carry
+                    outputs.append(tuple(tensor.detach() for tensor in output))
+                else:
+                    with torch.no_grad():
+                        outputs.append(self._block(index, given).carry)
+            inputs.append(outputs)
+        return inputs
 
     def _backward_blocks(self, step: Pass, inputs: list[list[Tensors]]) -> None:
         """Differentiate block after block and step each, or hold its gradient back; empties `inputs`."""
         step.shared_gradients.extend({} for _ in step.batches)
+        dtype = self._weight_dtype if len(step.batches) == 1 else torch.float32
         for index in self._visit(range(self._last, -1, -1), backward=True):
-            self._gradients.begin(self._units[index].layout)
+            self._gradients.begin(self._units[index].layout, dtype)
             carries = inputs.pop()
             for k, state in enumerate(step.embedded):
-                leaves = _with_leaves(state._replace(carry=carries[k]), step.shared_names)
+                given = state._replace(carry=carries[k])
                 carries[k] = ()
-                with torch.enable_grad():
-                    output = self._block(index, leaves).carry
+                leaves, output = step.kept.pop((index, k), None) or self._differentiable(step, index, given)
                 if index == self._last:
                     step.carry_gradients.append(self._backward_epilogue(step, k, output))
                 torch.autograd.backward(output, step.carry_gradients[k])
-                del output
+                del output, given
                 step.carry_gradients[k] = tuple(_gradient(leaf) for leaf in leaves.carry)
                 self._add_shared(step, k, leaves)
             self._take_gradient(index, step)
+
+    def _differentiable(self, step: Pass, index: int, state: State) -> tuple[State, Tensors]:
+        """Run a block on a new graph; return the leaves of that graph and its output."""
+        leaves = _with_leaves(state, step.shared_names)
+        with torch.enable_grad():
+            return leaves, self._block(index, leaves).carry
 
     def _backward_epilogue(self, step: Pass, k: int, carry: Tensors) -> Tensors:
         """Take the loss of micro-batch k, piece by piece, and return its gradient by the last block's output."""
@@ -298,7 +327,7 @@ class StreamEngine:
     def _take_gradient(self, index: int, step: Pass) -> None:
         """Use the whole gradient of a block: step it, or hold the gradient back until all norms are known."""
         gradient, touched = self._gradients.read(), self._gradients.touched
-        norm = torch.linalg.vector_norm(gradient)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         step.norms.append(norm)
         ring, dtype = self._store.gradients, self._store.gradient_dtype
         if ring is None or dtype is None:
@@ -341,12 +370,14 @@ class StreamEngine:
         memory = (self._store.weights.get(index), self._store.states.get(index))
         self._stepper.step_unit(unit.layout, memory, gradient, given)
 
+    @torch.no_grad()
     def _infer(self, batch: Batch) -> tuple[State, Batch]:
         self._stack.eval()
         batch = batch.to(self._device)
         state = self._prologue(batch)
-        ((carry,),) = self._forward_blocks([state], len(self._units), keep=False)
-        return state._replace(carry=carry), batch
+        for index in self._visit(range(len(self._units))):
+            state = self._block(index, state)
+        return state, batch
 
     def _prologue(self, batch: Batch) -> State:
         with self._autocast():

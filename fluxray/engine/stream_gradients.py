@@ -1,4 +1,4 @@
-"""Where gradients are summed: one flat fp32 buffer, filled parameter by parameter as the backward pass makes them."""
+"""Where gradients are summed: one flat buffer, filled parameter by parameter as the backward pass makes them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,8 +9,9 @@ from fluxray.engine.stream_layout import Layout
 
 
 class GradientSink:
-    """A flat fp32 buffer of `numel` elements that the trained parameters of one unit after the other add their gradients to.
+    """A flat buffer of `numel` fp32 elements that the trained parameters of one unit after the other add their gradients to.
 
+    Where there is nothing to add up, it holds the gradients in their own dtype: the same values, half the traffic for bf16.
     A second use of a tied parameter (see `begin_second_use`) is summed apart, and added when the gradient is read: the sum then
     does not depend on the order in which micro-batches and uses come.
     """
@@ -18,7 +19,7 @@ class GradientSink:
     def __init__(self, numel: int, device: torch.device, tied: Mapping[str, torch.Size] | None = None):
         self._flat = torch.zeros(numel, dtype=torch.float32, device=device)
         self._second = {name: torch.zeros(shape, device=device) for name, shape in (tied or {}).items()}
-        self._layout: Layout | None = None
+        self._held: tuple[Layout, torch.dtype] | None = None
         self._views: dict[str, Tensor] = {}
         self._touched: set[str] = set()
         self._touched_again: set[str] = set()
@@ -30,11 +31,11 @@ class GradientSink:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._hook(name))
 
-    def begin(self, layout: Layout) -> None:
-        """Start anew with the gradients of a unit of this layout."""
-        if layout is not self._layout:
+    def begin(self, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
+        """Start anew with the gradients of a unit of this layout, kept in `dtype`."""
+        if self._held is None or self._held[0] is not layout or self._held[1] != dtype:
             self._flat.zero_()  # gaps lie elsewhere now, and must be zero
-            self._layout, self._views = layout, layout.gradient_views(self._flat)
+            self._held, self._views = (layout, dtype), layout.gradient_views(self._flat.view(dtype))
         self._touched.clear()
         self._touched_again.clear()
         self._in_second_use = False
@@ -45,14 +46,15 @@ class GradientSink:
 
     def read(self) -> Tensor:
         """Return the flat gradient [num_gradients] of the unit, zero where a parameter has none."""
-        assert self._layout is not None
+        assert self._held is not None
+        layout, dtype = self._held
         for name, view in self._views.items():
             if name in self._touched_again:
                 self._add(name, self._second[name])
             elif name not in self._touched:
                 view.zero_()
         self._touched_again.clear()
-        return self._flat[: self._layout.num_gradients]
+        return self._flat.view(dtype)[: layout.num_gradients]
 
     def views(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the parts of those of `names` that have a gradient."""

@@ -21,12 +21,15 @@ class StreamSettings:
     """What the plan has decided.
 
     `weight_slots` and `state_slots` are the slots on the device that blocks pass through, `resident_blocks` the number of blocks
-    that stay there and have no host copy, `epilogue_tokens` the number of tokens whose logits exist at once.
+    that stay there and have no host copy, `kept_blocks` the number of blocks before the last one that keep their activations
+    instead of computing them again, as long as their weights stay on the device; `epilogue_tokens` the number of tokens whose
+    logits exist at once.
     """
 
     weight_slots: int = 3
     state_slots: int = 3
     resident_blocks: int = 0
+    kept_blocks: int = 0
     epilogue_tokens: int = 2048
 
 

@@ -1,23 +1,43 @@
-"""Building the stream engine from a configuration."""
+"""Building the engine that a configuration names."""
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
 from fluxray.engine.clip import Clip
 from fluxray.engine.dropout import apply_dropout_keys
-from fluxray.engine.parallelize import apply_compile
+from fluxray.engine.parallelize import Precision, Techniques, apply_compile, parallelize
+from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.engine.stream import StreamEngine
 from fluxray.engine.stream_store import StreamSettings
-from fluxray.protocols import BlockStack, LossFn
+from fluxray.optim.build import build_sharded
+from fluxray.protocols import BlockStack, Engine, LossFn
 
 EPILOGUE_TOKENS = 2048
+"""Tokens whose logits exist at once, where the configuration says nothing."""
+
+
+def build_engine(config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device: torch.device, num_ranks: int) -> Engine:
+    """Give a stack, which is on the meta device, memory and first values in the engine that runs it. Collective.
+
+    Raises PlanError if the host of a streamed model has not the memory or will not lock it.
+    """
+    if isinstance(config.engine, StreamEngineConfig):
+        return build_stream_engine(config, stack, loss_fn, device)
+    mesh = init_device_mesh(device.type, (num_ranks,)) if num_ranks > 1 else None
+    techniques = Techniques(
+        precision=_precision(config),
+        compile=config.compile,
+        activation_checkpoint=config.activation_checkpoint,
+        reshard_after_forward=config.engine.reshard_after_forward,
+    )
+    masters = parallelize(stack, techniques, device, mesh)
+    runtime = Runtime(device, techniques.precision, mesh)
+    return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, config.optim), _clip(config, device), runtime)
 
 
 def build_stream_engine(config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device: torch.device) -> StreamEngine:
-    """Return the engine that streams the blocks of a stack on the meta device, which it gives memory and first values.
-
-    Raises PlanError if the host has not the memory or will not lock it.
-    """
+    """Return the engine that streams the blocks of a stack on the meta device."""
     engine = config.engine
     assert isinstance(engine, StreamEngineConfig)
     if config.compile:
@@ -26,7 +46,13 @@ def build_stream_engine(config: TrainConfig, stack: BlockStack, loss_fn: LossFn,
     settings = StreamSettings(
         engine.weight_slots, engine.state_slots, engine.resident_blocks or 0, engine.epilogue_tokens or EPILOGUE_TOKENS
     )
-    clip = Clip(config.clip.mode, config.clip.max_norm, device)
-    precision = config.precision
-    assert precision != "amp-fp16"
-    return StreamEngine(stack, loss_fn, config.optim, clip, settings, precision, device)
+    return StreamEngine(stack, loss_fn, config.optim, _clip(config, device), settings, _precision(config), device)
+
+
+def _clip(config: TrainConfig, device: torch.device) -> Clip:
+    return Clip(config.clip.mode, config.clip.max_norm, device)
+
+
+def _precision(config: TrainConfig) -> Precision:
+    assert config.precision != "amp-fp16", "refused by check_available"
+    return config.precision

@@ -11,25 +11,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from fluxray import checkpoint
 from fluxray.config.schema import TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.text import TextData, prepare_text
-from fluxray.engine.clip import Clip
-from fluxray.engine.parallelize import Techniques, parallelize
-from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export import MODEL_DIR
 from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_config
 from fluxray.models.verify import check_stack
-from fluxray.optim.build import build_sharded
 from fluxray.optim.schedule import build_schedule
-from fluxray.protocols import IGNORE_INDEX, Report, RunState, RunSummary, SavedCheckpoint, TextBatch
+from fluxray.protocols import IGNORE_INDEX, Engine, Report, RunState, RunSummary, SavedCheckpoint, TextBatch
 from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirror
+from fluxray.runtime.engines import build_engine
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.saver import Saver
 from fluxray.tasks.lm import LmTask
@@ -80,7 +76,8 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
     uploads = _start_uploads(config, context)
     if state is not initial:
         uploads.follow(SavedCheckpoint(context.run_dir / checkpoint.directory_name(state.step), lambda: 0.0))
-    saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), config.checkpoint.asynchronous)
+    asynchronous = config.checkpoint.asynchronous and config.engine.kind == "sharded"  # a streamed model has no room for a copy
+    saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), asynchronous)
     hooks = Hooks(
         batches=parts.loader.train_batches,
         eval_batches=lambda: parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows),
@@ -129,7 +126,7 @@ class Parts:
 
     data: TextData
     stack: CausalLMStack
-    engine: ShardedEngine
+    engine: Engine
     loader: Loader
     throughput: Throughput
     flops_per_token: float
@@ -145,18 +142,7 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     task = LmTask(data.pad_id, config.compile)
     stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
-    mesh = init_device_mesh(device.type, (context.num_ranks,)) if context.num_ranks > 1 else None
-    techniques = Techniques(
-        precision=config.precision,  # pyright: ignore[reportArgumentType]  (amp-fp16 was refused by check_available)
-        compile=config.compile,
-        activation_checkpoint=config.activation_checkpoint,
-        reshard_after_forward=getattr(config.engine, "reshard_after_forward", True),
-    )
-    masters = parallelize(stack, techniques, device, mesh)
-    optimizer = build_sharded(masters.named, config.optim)
-    runtime = Runtime(device, techniques.precision, mesh)
-    clip = Clip(config.clip.mode, config.clip.max_norm, device)
-    engine = ShardedEngine(stack, task.loss_fn, masters, optimizer, clip, runtime)
+    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks)
     loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = config.hardware.tflops or measure_matrix_tflops(device, dtype)
