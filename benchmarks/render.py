@@ -20,6 +20,10 @@ COLUMNS = {
     "num_steps": "steps",
     "seconds": "seconds",
     "undisturbed_s": "undisturbed, s",
+    "step_ms": "step, ms",
+    "undisturbed_step_ms": "undisturbed step, ms",
+    "slowest_ms": "slowest step, ms",
+    "undisturbed_slowest_ms": "slowest undisturbed step, ms",
     "precision": "precision",
     "tokens_per_step": "tokens a step",
     "tokens_per_s": "tokens/s",
@@ -79,9 +83,19 @@ def drill_conclusion(rows: list[Row]) -> str:
     kinds = ", ".join(f"{row['note']}: {row['num_faults']}" for row in rows if row is not whole)
     return (
         f"One training with FSDP2 over {whole['num_workers']} workers was hit by {whole['num_faults']} SIGKILLs at seeded random "
-        f"steps ({kinds}) and ended as the undisturbed one: the losses of all {whole['num_steps']} steps and all bytes of weights "
-        "and optimizer states are equal, MLflow has each step once, the run never went back behind its last commit, and no "
+        f"steps ({kinds}) and ended as the undisturbed one: the losses of all {whole['num_steps']} steps and all bytes of "
+        "weights and optimizer states are equal, MLflow has each step once, the run never went back behind its last commit, and no "
         "process or resource claim was left. Most of the time to the next step is the start of new processes and their imports."
+    )
+
+
+def outage_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of outage.json show."""
+    phases = [row for row in rows if "ratio" in row]
+    worst = max(phases, key=lambda row: row["ratio"])
+    return (
+        f"Training does not notice what MLflow does: the median step of each phase is at most {worst['ratio']:.1%} of the "
+        f"undisturbed one of the same run. The server had all {rows[-1]['num_steps']:,} steps, each once, when it was back."
     )
 
 
@@ -89,6 +103,7 @@ CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "service": ("What Ray, MLflow and saving cost: flux2-seed on one GPU", service_conclusion),
     "drill": ("Kills at random steps", drill_conclusion),
     "drill-8-workers": ("Kills at random steps, 8 workers", drill_conclusion),
+    "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
 }
 
@@ -133,7 +148,7 @@ INTROS = {
 }
 """The documents and how each begins."""
 
-RELIABILITY = ("drill", "drill-8-workers")
+RELIABILITY = ("drill", "drill-8-workers", "outage")
 """Results that belong into reliability.md; the others are benchmarks."""
 
 
