@@ -1,5 +1,6 @@
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,39 +11,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fluxray.checkpoint import CheckpointReader, committed
-from fluxray.config.load import resolve
+from fluxray import export
+from fluxray.checkpoint import CheckpointReader, committed, save
 from fluxray.config.schema import ModelConfig
-from fluxray.errors import CheckpointError, ConfigError, FluxrayError
+from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError, FluxrayError
 from fluxray.export import export_run
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
-from fluxray.runtime.worker import WorkerContext, run_worker
+from fluxray.optim.formats import join, split
+from fluxray.optim.states import StateFormat
+from fluxray.protocols import StateItem
 from tests.models.helpers import batch_of, logits_of, materialised
-
-SIZES = (
-    "model.config.hidden_size=64",
-    "model.config.num_hidden_layers=2",
-    "model.config.intermediate_size=128",
-    "model.config.vocab_size=512",
-    "data.max_slice=32",
-    "batch.micro_size=2",
-    "optim.warmup_steps=1",
-    "train.num_steps=3",
-    "evaluation.max_rows=2",
-    "checkpoint.every_steps=2",
-    "hardware.tflops=1",
-)
-FAMILIES = {
-    "gpt_neox": (),
-    "llama": ("model.config.model_type=llama", "model.config.num_attention_heads=4", "model.config.num_key_value_heads=2"),
-    "qwen3": (
-        "model.config.model_type=qwen3",
-        "model.config.num_attention_heads=4",
-        "model.config.num_key_value_heads=2",
-        "model.config.head_dim=16",
-        "model.config.tie_word_embeddings=true",
-    ),
-}
+from tests.runs import FAMILIES, trained, write_text
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,10 +35,7 @@ def single_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
-    sentences = [
-        f"The {thing} of number {i} stands by the {thing}.\n\n" for i in range(60) for thing in ("house", "river", "tree")
-    ]
-    (folder / "text.txt").write_text("".join(sentences))
+    write_text(folder)
     return folder
 
 
@@ -71,16 +47,6 @@ def run_dir(request: pytest.FixtureRequest, shared: Path) -> Path:
 @pytest.fixture(scope="module")
 def neox(shared: Path) -> Path:
     return trained("gpt_neox", shared)
-
-
-def trained(family: str, shared: Path) -> Path:
-    """Return the folder of a run of three steps; it is made once."""
-    folder = shared / family
-    if not folder.exists():
-        config = resolve("cpu", "lm-tiny", [f"data.source=path:{shared / 'text.txt'}", *SIZES, *FAMILIES[family]])
-        context = WorkerContext(0, 1, 0, folder, shared / "cache", lambda _: None, lambda _: False, [], lambda _: None)
-        run_worker(config, context)
-    return folder
 
 
 def trained_stack(run_dir: Path) -> CausalLMStack:
@@ -133,6 +99,117 @@ def test_bf16_rounds_to_nearest(run_dir: Path, tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     for name, parameter in trained_stack(run_dir).model.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter.to(torch.bfloat16)), name
+
+
+def masters_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Return the fp32 masters of the newest checkpoint."""
+    reader = CheckpointReader(committed(run_dir)[0])
+    corrected = {name: "correction" in reader.sections(name) for name in reader.names()}
+    return {
+        name: join(reader.read("weights", name), reader.read("correction", name) if corrected[name] else None)
+        for name in reader.names()
+    }
+
+
+def exported(run_dir: Path, folder: Path, dtype: Any = "fp32") -> dict[str, torch.Tensor]:
+    """Export, and return what transformers loads of it, in its names."""
+    model: Any = AutoModelForCausalLM.from_pretrained(export_run(run_dir, folder, dtype), dtype="auto")
+    return dict(model.named_parameters())
+
+
+def expect_masters_and_weights(run_dir: Path, folder: Path) -> None:
+    """Assert that fp32 is exported as the joined masters, bf16 as the saved weights, bit for bit."""
+    reader = CheckpointReader(committed(run_dir)[0])
+    whole, halves = exported(run_dir, folder / "fp32"), exported(run_dir, folder / "bf16", "bf16")
+    for name, master in masters_of(run_dir).items():
+        assert whole[name].dtype == torch.float32 and torch.equal(whole[name], master), name
+        assert halves[name].dtype == torch.bfloat16 and torch.equal(halves[name], reader.read("weights", name)), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("correction", [torch.int16, torch.int8, None])
+def test_weights_in_two_parts_are_joined(run_dir: Path, tmp_path: Path, correction: torch.dtype | None) -> None:
+    copied = Path(shutil.copytree(run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("step_*")))
+    masters, items = masters_of(run_dir), []
+    for name, master in masters.items():
+        weight, rest = split(master, StateFormat(torch.bfloat16, correction, False, True), noise=5)
+        items.append(StateItem("weights", name, weight.shape, None, weight))
+        if rest is not None:
+            items.append(StateItem("correction", name, rest.shape, None, rest))
+    save(copied, CheckpointReader(committed(run_dir)[0]).state, items)
+    expect_masters_and_weights(copied, tmp_path)
+    exact = all(torch.equal(master, masters[name]) for name, master in masters_of(copied).items())
+    assert exact == (correction == torch.int16)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split24", "stochastic"])
+def test_run_of_the_stream_engine_is_exported(shared: Path, tmp_path: Path, master: str) -> None:
+    run_dir = trained("gpt_neox", shared, "engine.kind=stream", "precision=mixed-bf16", f"optim.master={master}")
+    reader = CheckpointReader(committed(run_dir)[0])
+    found = {reader.read("correction", name).dtype for name in reader.names() if "correction" in reader.sections(name)}
+    assert found == {"fp32": {torch.int16}, "split24": {torch.int8, torch.int16}, "stochastic": {torch.int16}}[master]
+    expect_masters_and_weights(run_dir, tmp_path)
+
+
+@torch.no_grad()
+def test_files_are_as_large_as_they_may_be_and_one_is_in_memory(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, most = [0], [0]
+    whole, read, limit = exported(run_dir, tmp_path / "whole"), export._weight, 70_000
+
+    def let_go(num_bytes: int) -> None:
+        alive[0] -= num_bytes
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        tensor = read(*arguments)
+        alive[0] += tensor.nbytes
+        most[0] = max(most[0], alive[0])
+        weakref.finalize(tensor, let_go, tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(export, "FILE_BYTES", limit)
+    monkeypatch.setattr(export, "_weight", counted)
+    parts = exported(run_dir, tmp_path / "parts")
+    assert parts.keys() == whole.keys() and all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    held = [load_file(file) for file in sorted((tmp_path / "parts").glob("model-*-of-*.safetensors"))]
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in held]
+    assert len(held) > 3 and all(size <= limit or len(file) == 1 for size, file in zip(sizes, held, strict=True))
+    assert most[0] == max(sizes) and alive[0] == 0
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_parameters": sum(t.numel() for t in whole.values()), "total_size": sum(sizes)}
+    assert index["weight_map"].keys() == {key for file in held for key in file}
+
+
+def test_files_are_those_that_the_library_writes_of_the_whole_model(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_run(run_dir, tmp_path / "own")
+    monkeypatch.setattr(export, "names_on_disk", lambda _: None)
+    export_run(run_dir, tmp_path / "library")
+    own, other = ({file.name: file for file in (tmp_path / name).iterdir()} for name in ("own", "library"))
+    assert own.keys() == other.keys()
+    for name in own.keys() - {"model.safetensors"}:
+        assert own[name].read_bytes() == other[name].read_bytes(), name
+    expected, actual = load_file(other["model.safetensors"]), load_file(own["model.safetensors"])
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
+
+
+def test_failure_leaves_nothing_behind(neox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Path(shutil.copytree(neox, tmp_path / "run"))
+    weights = copied / "step_00000003" / "weights-00000-of-00001.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    refuse(copied, tmp_path / "out", DamagedCheckpointError, "is not what was written")
+    assert not list((tmp_path / "out").iterdir())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    refuse(neox, tmp_path / "out", ConfigError, r"DIR: .*out cannot be written \(.*No space left.*\); free space there or name")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_tokenizer_comes_along(run_dir: Path, tmp_path: Path) -> None:
