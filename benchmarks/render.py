@@ -84,8 +84,8 @@ def drill_conclusion(rows: list[Row]) -> str:
     return (
         f"One training with FSDP2 over {whole['num_workers']} workers was hit by {whole['num_faults']} SIGKILLs at seeded random "
         f"steps ({kinds}) and ended as the undisturbed one: the losses of all {whole['num_steps']} steps and all bytes of "
-        "weights and optimizer states are equal, MLflow has each step once, the run never went back behind its last commit, and no "
-        "process or resource claim was left. Most of the time to the next step is the start of new processes and their imports."
+        "weights and optimizer states are equal, MLflow has each step once, the run never went back behind its last commit, and "
+        "no process or resource claim was left. Most of the time to the next step is the start of processes and their imports."
     )
 
 
