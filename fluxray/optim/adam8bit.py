@@ -3,6 +3,7 @@
 Decoupled decay (AdamW, Loshchilov and Hutter, arXiv:1711.05101) comes before the update. With 8-bit moments (Dettmers et al.,
 arXiv:2110.02861) the update uses the new moments as they are before they are quantised.
 
+The update is exp_avg times the reciprocal of the denominator, both rounded, which a GPU does in fewer steps than a division.
 Everything is written without fused multiply-add, so that the kernel of `adam8bit_kernel` and the plain twin here give the same
 bits.
 """
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluxray.optim.formats import dequantise, join, quantise, split
+from fluxray.optim.formats import SMALLEST_SQUARE, dequantise, join, quantise, split
 from fluxray.optim.states import QUANT_BLOCK, StateFormat
 
 CHUNK = 2**20
@@ -105,14 +106,17 @@ def _step_chunk(
 ) -> None:
     exp_avg, exp_avg_sq = state.exp_avg, state.exp_avg_sq
     if state.exp_avg_absmax is not None and state.exp_avg_sq_absmax is not None:
-        exp_avg = dequantise(exp_avg, state.exp_avg_absmax, signed=True)
-        exp_avg_sq = dequantise(exp_avg_sq, state.exp_avg_sq_absmax, signed=False)
-    exp_avg.mul_(config.beta1).add_(gradient * (1.0 - config.beta1))
-    exp_avg_sq.mul_(config.beta2).add_((gradient * (1.0 - config.beta2)).mul_(gradient))
+        exp_avg = dequantise(exp_avg, state.exp_avg_absmax * config.beta1, signed=True)
+        exp_avg_sq = dequantise(exp_avg_sq, state.exp_avg_sq_absmax * config.beta2, signed=False)
+    else:
+        exp_avg.mul_(config.beta1)
+        exp_avg_sq.mul_(config.beta2)
+    exp_avg.add_(gradient * (1.0 - config.beta1))
+    exp_avg_sq.add_((gradient * (1.0 - config.beta2)).mul_(gradient))
 
-    root = exp_avg_sq.double().sqrt_().float()  # correctly rounded, which torch's fp32 root on a CPU is not
+    root = exp_avg_sq.clamp(min=SMALLEST_SQUARE).double().sqrt_().float()  # torch's fp32 root on a CPU is not rounded right
     denominator = root.mul_(control[3].reciprocal()).add_(config.eps)
-    update = (exp_avg / denominator).mul_(control[2].reciprocal() * lr)
+    update = denominator.reciprocal_().mul_(exp_avg).mul_(control[2].reciprocal() * lr)
     master = join(state.weight, state.correction).mul_(1.0 - lr * config.weight_decay).sub_(update)
 
     if state.exp_avg_absmax is not None and state.exp_avg_sq_absmax is not None:

@@ -10,10 +10,11 @@ where `hi` is the bit pattern of the bf16 weight. Adding to the bits adds to the
 and a value that lies on the coarser grid is kept as it is whatever r is. A NaN is made the quiet one first, and infinity lies on
 every grid, so what is not finite stays so.
 
-The random numbers are hashes of a counter, the place of the element, keyed by 64 bits: they depend on nothing else, so any slice
-can be computed by itself. The hash is lowbias32 (Chris Wellons, "Prospecting for Hash Functions",
-https://nullprogram.com/blog/2018/07/31/, public domain): the high halves of counter and key are hashed into the key of the low
-ones.
+The random numbers are parts of hashes, the low bits first: four consecutive elements share the 32 bits of one hash where r has 8
+bits, two where it has 16. What is hashed is the number of the word, the element's place divided by 4 or 2, keyed by 64 bits:
+nothing else counts, so any slice can be computed by itself. The hash is lowbias32 (Chris Wellons, "Prospecting for Hash
+Functions", https://nullprogram.com/blog/2018/07/31/, public domain): the high halves of number and key are hashed into the key of
+the low ones.
 """
 
 from functools import lru_cache
@@ -25,8 +26,11 @@ from fluxray.optim.states import QUANT_BLOCK, StateFormat
 
 QUIET_NAN = 0x7FC00000
 INFINITY = 0x7F800000
-SMALLEST_ABSMAX = 1e-38
-"""An absmax below it is taken for it in divisions, as in bitsandbytes."""
+SMALLEST_ABSMAX = 2.0**-120
+"""An absmax below it is taken for it in divisions."""
+
+SMALLEST_SQUARE = 2.0**-100
+"""A second moment below it is taken for it where its root is drawn."""
 
 
 def signed32(value: int) -> int:
@@ -34,25 +38,28 @@ def signed32(value: int) -> int:
     return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
-def random_bits(noise: int, offset: int, numel: int, device: torch.device) -> Tensor:
-    """Return 32 random bits (int32 [numel]) for each of the counters offset, offset + 1, ..., keyed by `noise` (64 bits)."""
-    counter = torch.arange(offset, offset + numel, dtype=torch.int64, device=device)
-    first, last = offset >> 32, (offset + numel - 1) >> 32
-    keys = [signed32(_key(noise, high)) for high in (first, last)]
-    assert last <= first + 1
-    bits = counter.to(torch.int32)
-    bits ^= keys[0] if first == last else torch.where(counter >> 32 == first, *keys).to(torch.int32)
+def random_bits(noise: int, offset: int, numel: int, bits: int, device: torch.device) -> Tensor:
+    """Return random numbers of 8 or 16 `bits` (int32 [numel]) for the places offset, offset + 1, ..., keyed by `noise`."""
+    parts = 32 // bits
+    first, last = offset // parts, (offset + numel - 1) // parts
+    word = torch.arange(first, last + 1, dtype=torch.int64, device=device)
+    keys = [signed32(mix(noise, high)) for high in (first >> 32, last >> 32)]
+    assert last >> 32 <= (first >> 32) + 1
+    hashed = word.to(torch.int32)
+    hashed ^= keys[0] if keys[0] == keys[1] else torch.where(word >> 32 == first >> 32, *keys).to(torch.int32)
     # lowbias32 once more, on signed numbers: products wrap, and masking makes an arithmetic shift a logical one.
-    bits ^= (bits >> 16) & 0xFFFF
-    bits *= 0x7FEB352D
-    bits ^= (bits >> 15) & 0x1FFFF
-    bits *= signed32(0x846CA68B)
-    bits ^= (bits >> 16) & 0xFFFF
-    return bits
+    hashed ^= (hashed >> 16) & 0xFFFF
+    hashed *= 0x7FEB352D
+    hashed ^= (hashed >> 15) & 0x1FFFF
+    hashed *= signed32(0x846CA68B)
+    hashed ^= (hashed >> 16) & 0xFFFF
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=device)
+    skipped = offset - first * parts
+    return ((hashed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten()[skipped : skipped + numel]
 
 
-def _key(noise: int, high: int) -> int:
-    """Mix the high half of a counter into the key of its low half; hashed, or neighbouring keys would only shuffle neighbours."""
+def mix(noise: int, high: int) -> int:
+    """Mix the high half of a word's number into the key of its low half; hashed, or neighbouring keys would only shuffle it."""
     return _lowbias32(_lowbias32((high ^ (noise >> 32)) & 0xFFFFFFFF) ^ (noise & 0xFFFFFFFF))
 
 
@@ -89,8 +96,7 @@ def split(master: Tensor, fmt: StateFormat, noise: int | None, offset: int = 0) 
     if noise is None:
         bits += 1 << (kept - 1)
     else:
-        random = random_bits(noise, offset, bits.numel(), bits.device) & ((1 << kept) - 1)
-        bits += random.view(bits.shape)
+        bits += random_bits(noise, offset, bits.numel(), kept, bits.device).view(bits.shape)
     bits >>= kept
     if fmt.correction is None:
         return _bf16(bits), None

@@ -27,7 +27,7 @@ def differences(device: str, num_blocks: int) -> Iterator[tuple[str, dict[str, i
                     1e-3,
                     control_of(3, scale=0.7).to(device),
                     2**62 + 12345,
-                    2**32 - 700,
+                    2**34 - 700,
                 )
                 plain, fused = copy_of(state, device), copy_of(state, device)
                 adam_step_plain(plain, *arguments)
@@ -43,10 +43,21 @@ def differences(device: str, num_blocks: int) -> Iterator[tuple[str, dict[str, i
                 )
                 adam8bit_kernel.launch(fused, *withheld)
                 yield f"{name}, withheld", num_different(fused, plain)
+        if fmt.weight == torch.bfloat16 and fmt.correction != torch.int16:
+            yield f"{name}, offset inside a word", _odd_offset(device, fmt)
         if fmt.weight == torch.bfloat16:
             yield f"{name}, weights that are not finite", _not_finite(device, fmt)
     for signed in (True, False):
         yield f"at the bounds of the codes, signed {signed}", _at_the_bounds(device, signed)
+
+
+def _odd_offset(device: str, fmt: StateFormat) -> dict[str, int]:
+    state, gradient = random_state(fmt, 2560)
+    arguments = (gradient.to(device), CONFIG, 1e-3, control_of(3).to(device), 5, 2**33 - 1001)
+    plain, fused = copy_of(state, device), copy_of(state, device)
+    adam_step_plain(plain, *arguments)
+    adam8bit_kernel.launch(fused, *arguments)
+    return num_different(fused, plain)
 
 
 def _not_finite(device: str, fmt: StateFormat) -> dict[str, int]:

@@ -31,24 +31,40 @@ def lowbias32(x: int) -> int:
     return x
 
 
-@pytest.mark.parametrize("offset", [0, 7, 2**32 - 3, 5 * 2**32 + 1])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("offset", [0, 7, 2**34 - 3, 5 * 2**34 + 1])
 @pytest.mark.parametrize("noise", [0, 1, 0x9ABCDEF012345678, 2**63 - 1])
-def test_random_bits_are_a_hash_of_the_counter(offset: int, noise: int) -> None:
-    keys = {high: lowbias32(lowbias32(high ^ (noise >> 32)) ^ (noise % 2**32)) for high in (offset >> 32, (offset >> 32) + 1)}
-    expected = [lowbias32((i % 2**32) ^ keys[i >> 32]) for i in range(offset, offset + 8)]
-    assert [bits % 2**32 for bits in random_bits(noise, offset, 8, CPU).tolist()] == expected
+def test_random_bits_are_parts_of_the_hash_of_a_counter(bits: int, offset: int, noise: int) -> None:
+    expected = []
+    for place in range(offset, offset + 9):
+        word, part = divmod(place, 32 // bits)
+        key = lowbias32(lowbias32((word >> 32) ^ (noise >> 32)) ^ (noise % 2**32))
+        expected.append(lowbias32((word % 2**32) ^ key) >> part * bits & (1 << bits) - 1)
+    assert random_bits(noise, offset, 9, bits, CPU).tolist() == expected
 
 
 def test_neighbouring_keys_draw_anew() -> None:
-    draws = torch.cat([random_bits(1000 + key, 0, 256, CPU) for key in range(64)])
-    assert len(draws.unique()) > 0.999 * len(draws)
+    draws = torch.stack([random_bits(1000 + key, 0, 4096, 16, CPU) for key in range(64)]).view(64, -1, 2)
+    words = draws[..., 0] | draws[..., 1] << 16
+    assert len(words.unique()) > 0.999 * words.numel()
+    correlations = torch.corrcoef(draws.flatten(1).double()) - torch.eye(64)
+    assert correlations.abs().max() < 5 / 4096**0.5
 
 
-def test_random_bits_are_even_and_differ_between_keys() -> None:
-    first, second = (random_bits(noise, 0, 2**16, CPU) for noise in (3, 3 + 2**32))
-    for byte in (first & 0xFF, (first >> 8) & 0xFF, (first ^ second) & 0xFF):
+@pytest.mark.parametrize("bits", [8, 16])
+def test_random_bits_are_even_and_differ_between_keys(bits: int) -> None:
+    first, second = (random_bits(noise, 0, 2**16, bits, CPU) for noise in (3, 3 + 2**32))
+    for byte in (first & 0xFF, first >> bits - 8, (first ^ second) & 0xFF):
         counts = torch.bincount(byte, minlength=256).double()
         assert float(((counts - 256) ** 2 / 256).sum()) < 350  # chi-squared, 255 degrees of freedom: one in 25,000 is above
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_random_bits_of_neighbours_do_not_correlate(bits: int) -> None:
+    draws = (random_bits(77, 2**40, 2**18, bits, CPU).double() + 0.5) / 2**bits - 0.5
+    assert draws.mean().abs() < 4 * (1 / 12) ** 0.5 / 2**9
+    for lag in (*range(1, 9), 256, 4096):
+        assert (draws[lag:] * draws[:-lag]).mean().abs() < 4 / 12 / 2**9
 
 
 @pytest.mark.parametrize("noise", [None, 5])
