@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fluxray.engine.activation_checkpoint import apply_activation_checkpoint
+from fluxray.engine.activation_checkpoint import apply_activation_checkpoint, checkpoint_blocks
 from fluxray.engine.dropout import apply_dropout_keys
 from fluxray.engine.forward import wrap_forward
 from fluxray.engine.masters import Masters
@@ -48,6 +48,24 @@ def parallelize(stack: BlockStack, techniques: Techniques, device: torch.device,
     if mesh is None:
         return apply_resident(stack, techniques, device)
     return apply_fsdp(stack, techniques, device, mesh)
+
+
+def prepare_stream(stack: BlockStack, compiles: bool, kept_blocks: int = 0) -> None:
+    """Prepare a stack for the stream engine: blocks keep their input and compute the rest again when backward reaches them.
+
+    The last block, whose backward follows at once, and `kept_blocks` before it keep everything. Where the checkpoint is compiled
+    with the block, backward computes again only what it needs: not the block's last matrix products, whose result is known.
+    Dropout wants its generator to be set anew for that, which a compiled checkpoint does not do.
+    """
+    again = stack.blocks[: max(len(stack.blocks) - 1 - kept_blocks, 0)]
+    inside = compiles and not stack.has_dropout
+    if inside:
+        checkpoint_blocks(again)
+    if compiles:
+        apply_compile(stack)
+    apply_dropout_keys(stack)
+    if not inside:
+        checkpoint_blocks(again)
 
 
 def apply_compile(stack: BlockStack) -> None:

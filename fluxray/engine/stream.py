@@ -3,16 +3,16 @@
 One step, K micro-batches, L blocks. What is copied beside a line goes on while the line computes:
 
     prologue of each micro-batch
-    for block 0 .. L-2:   keep its K inputs; K forwards                          next blocks' weights in
-    for block L-1 .. 0:   K forwards again, each with its backward (the last     next block's weights and states in,
-                          block's through the epilogue); the block steps         weights and states of the one before out
+    for block 0 .. L-2:   K forwards, each on a graph of its own                 next blocks' weights in
+    for block L-1 .. 0:   K backwards (of the last block each right behind       next block's weights and states in,
+                          its forward and the epilogue's); the block steps       weights and states of the one before out
     prologue of each micro-batch again, with its backward; what is outside the blocks steps
 
-Host traffic does not depend on K: 2 bytes a parameter in for the forward, weights and states in and out for the backward. A block
-whose weights still lie on the device, as the last ones do at the turn, is not fetched again, and may keep its activations instead
-of computing them again. All losses are known before anything
-steps. In clip mode `exact` a block's gradient waits on the host until the norm of all is known, and is applied when the block
-next comes by: in the following forward, or in `flush`.
+A graph keeps the block's input, since `prepare_stream` makes the block compute the rest again, and of the weights only where they
+lie: they have gone from the device in between. Host traffic does not depend on K: 2 bytes a parameter in for the forward, weights
+and states in and out for the backward. A block whose weights still lie on the device, as the last ones do at the turn, is not
+fetched again. All losses are known before anything steps. In clip mode `exact` a block's gradient waits on the host until the
+norm of all is known, and is applied when the block next comes by: in the following forward, or in `flush`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from fluxray.engine.clip import Clip
 from fluxray.engine.parallelize import Precision, cast_buffers
 from fluxray.engine.state import check_same_model
 from fluxray.engine.stream_blocks import Blocks, Update
-from fluxray.engine.stream_compute import Computation, Tensors, gradient_of, with_leaves
+from fluxray.engine.stream_compute import Computation, Graph, Tensors, gradient_of, with_leaves
 from fluxray.engine.stream_gradients import GradientSink
 from fluxray.engine.stream_layout import empty_bytes
 from fluxray.engine.stream_step import Given, Stepper
@@ -40,8 +40,7 @@ from fluxray.seeding import derive_seed
 class Pass:
     """One optimizer step under way. `carry_gradients[k]` and `shared_gradients[k]` are those of micro-batch k, so far.
 
-    `shared_names` are the shared tensors that the loss can be differentiated by, `kept[block, k]` leaves and output of forwards
-    that need not be done again, `ok` holds 1 or 0 for each clip unit.
+    `shared_names` are the shared tensors that the loss can be differentiated by, `ok` holds 1 or 0 for each clip unit.
     """
 
     batches: Sequence[Batch]
@@ -53,7 +52,6 @@ class Pass:
     loss_sum: Tensor
     carry_gradients: list[Tensors] = field(default_factory=list)
     shared_gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    kept: dict[tuple[int, int], tuple[State, Tensors]] = field(default_factory=dict)
     norms: list[Tensor] = field(default_factory=list)
     ok: list[Tensor] = field(default_factory=list)
 
@@ -101,8 +99,8 @@ class StreamEngine:
         """Forward, backward, clip and step over the micro-batches of one global batch."""
         self._stack.train()
         step = self._begin(micro_batches, lr)
-        inputs = self._forward_blocks(step)
-        self._backward_blocks(step, inputs)
+        graphs = self._forward_blocks(step)
+        self._backward_blocks(step, graphs)
         self._backward_prologues(step)
         norm = self._step_outside(step)
         num_valid = torch.full((), float(sum(batch.num_valid for batch in micro_batches)), device=self._device)
@@ -194,41 +192,36 @@ class StreamEngine:
         loss_sum = torch.zeros((), device=self._device)
         return Pass(batches, embedded, names, divisor, lr, seed, loss_sum, shared_gradients=[{} for _ in batches])
 
-    def _forward_blocks(self, step: Pass) -> list[list[Tensors]]:
-        """Run all blocks but the last, and return what each block got: [block][k]."""
-        inputs = [[state.carry for state in step.embedded]]
+    def _forward_blocks(self, step: Pass) -> list[list[Graph]]:
+        """Run all blocks but the last; return their graphs: [block][k]."""
+        graphs: list[list[Graph]] = []
         for index in self._blocks.visit(self._blocks.all, self._blocks.last):
-            outputs: list[Tensors] = []
-            for k, state in enumerate(step.embedded):
-                given = state._replace(carry=inputs[-1][k])
-                if index in self._blocks.kept:
-                    step.kept[index, k] = leaves, carry = self._model.differentiable_block(index, given, step.shared_names)
-                    inputs[-1][k] = leaves.carry
-                    outputs.append(tuple(tensor.detach() for tensor in carry))
-                else:
-                    with torch.no_grad():
-                        outputs.append(self._model.block(index, given).carry)
-            inputs.append(outputs)
-        return inputs
+            graphs.append([self._run(step, index, k, graphs) for k in range(len(step.batches))])
+        return graphs
 
-    def _backward_blocks(self, step: Pass, inputs: list[list[Tensors]]) -> None:
-        """Differentiate block after block and step each, or hold its gradient back; empties `inputs`."""
+    def _run(self, step: Pass, index: int, k: int, graphs: list[list[Graph]]) -> Graph:
+        """Run a block on micro-batch k, behind the last of `graphs`."""
+        state = step.embedded[k]
+        if graphs:
+            state = state._replace(carry=graphs[-1][k].carry)
+        with self._units[index].saving_places():
+            return self._model.differentiable_block(index, state, step.shared_names)
+
+    def _backward_blocks(self, step: Pass, graphs: list[list[Graph]]) -> None:
+        """Differentiate block after block and step each, or hold its gradient back; empties `graphs`."""
         dtype = self._weight_dtype if len(step.batches) == 1 else torch.float32
         for index in self._blocks.visit(self._blocks.all[::-1], backward=True):
             self._gradients.begin(self._units[index].layout, dtype)
-            carries = inputs.pop()
-            for k, state in enumerate(step.embedded):
-                given = state._replace(carry=carries[k])
-                carries[k] = ()
-                kept = step.kept.pop((index, k), None)
-                leaves, output = kept or self._model.differentiable_block(index, given, step.shared_names)
-                del kept, given
-                if index == self._blocks.last:
-                    step.carry_gradients.append(self._backward_epilogue(step, k, output))
-                torch.autograd.backward(output, step.carry_gradients[k])
-                del output
-                step.carry_gradients[k] = tuple(gradient_of(leaf) for leaf in leaves.carry)
-                step.add_shared(k, leaves)
+            is_last = index == self._blocks.last
+            of_block = [] if is_last else graphs.pop()[::-1]
+            for k in range(len(step.batches)):
+                graph = self._run(step, index, k, graphs) if is_last else of_block.pop()
+                if is_last:
+                    step.carry_gradients.append(self._backward_epilogue(step, k, graph.carry))
+                torch.autograd.backward(graph.carry, step.carry_gradients[k])
+                step.carry_gradients[k] = tuple(gradient_of(leaf) for leaf in graph.leaves.carry)
+                step.add_shared(k, graph.leaves)
+                del graph
             self._take_gradient(index, step)
 
     def _backward_epilogue(self, step: Pass, k: int, carry: Tensors) -> Tensors:

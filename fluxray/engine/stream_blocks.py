@@ -31,7 +31,6 @@ class Blocks:
         self._held_back: dict[int, frozenset[str]] = {}
         self._pending: dict[int, tuple[Update, frozenset[str]]] = {}
         self.last = len(store.units) - 1
-        self.kept = self._kept()
 
     @property
     def all(self) -> range:
@@ -111,13 +110,3 @@ class Blocks:
         given = Given(update.lr, noise, lambda name: control if name in touched else None)
         memory = (self.store.weights.get(index), self.store.states.get(index))
         self._stepper.step_unit(unit.layout, memory, gradient, given)
-
-    def _kept(self) -> frozenset[int]:
-        """Return the blocks that keep their activations: their weights are still on the device when backward reaches them."""
-        resident, found = self.store.weights.resident, set[int]()
-        for index in range(self.last - 1, -1, -1):
-            passing = sum(i not in resident for i in range(index, self.last + 1))
-            if len(found) == self._settings.kept_blocks or (index not in resident and passing > self._settings.weight_slots):
-                break
-            found.add(index)
-        return frozenset(found)

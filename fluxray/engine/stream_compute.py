@@ -1,7 +1,7 @@
 """Running the parts of a block stack: each call by itself, so that a graph never spans two blocks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,13 @@ from torch import Tensor
 from fluxray.protocols import Batch, BlockStack, LossFn, State
 
 Tensors = tuple[Tensor, ...]
+
+
+class Graph(NamedTuple):
+    """One block's forward of one micro-batch: the leaves that it began with, and the carry behind the block."""
+
+    leaves: State
+    carry: Tensors
 
 
 class Computation:
@@ -31,11 +38,11 @@ class Computation:
         with self._autocast():
             return self.stack.blocks[index](state)
 
-    def differentiable_block(self, index: int, state: State, shared_names: Sequence[str]) -> tuple[State, Tensors]:
-        """Run a block on a graph of its own; return the leaves of that graph and the carry behind the block."""
+    def differentiable_block(self, index: int, state: State, shared_names: Sequence[str]) -> Graph:
+        """Run a block on a graph of its own."""
         leaves = with_leaves(state, shared_names)
         with torch.enable_grad():
-            return leaves, self.block(index, leaves).carry
+            return Graph(leaves, self.block(index, leaves).carry)
 
     def output(self, state: State, batch: Batch) -> Tensor:
         """Return the model's output."""

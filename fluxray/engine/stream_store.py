@@ -1,10 +1,12 @@
 """Weights and optimizer states of a streamed model: blocks in host memory, everything outside them on the device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from fluxray.config.schema import OptimConfig
 from fluxray.engine.stream_buffers import HostBuffers, Ring
@@ -21,21 +23,40 @@ class StreamSettings:
     """What the plan has decided.
 
     `weight_slots` and `state_slots` are the slots on the device that blocks pass through, `resident_blocks` the number of blocks
-    that stay there and have no host copy, `kept_blocks` the number of blocks before the last one that keep their activations
-    instead of computing them again, as long as their weights stay on the device; `epilogue_tokens` the number of tokens whose
-    logits exist at once.
+    that stay there and have no host copy, `epilogue_tokens` the number of tokens whose logits exist at once.
     """
 
     weight_slots: int = 3
     state_slots: int = 3
     resident_blocks: int = 0
-    kept_blocks: int = 0
     epilogue_tokens: int = 2048
 
 
 def resident_indices(num_blocks: int, num_resident: int) -> list[int]:
     """Return which blocks stay on the device: spread evenly, so that they give the link time everywhere."""
     return [(2 * i + 1) * num_blocks // (2 * num_resident) for i in range(num_resident)]
+
+
+def kept_indices(num_blocks: int, resident: Collection[int], weight_slots: int, num_kept: int) -> list[int]:
+    """Return the blocks that keep their activations, at most `num_kept`: the ones before the last whose weights are still on the
+    device when backward comes to them.
+    """
+    found: list[int] = []
+    for index in range(num_blocks - 2, -1, -1):
+        passing = sum(i not in resident for i in range(index, num_blocks))
+        if len(found) == num_kept or (index not in resident and passing > weight_slots):
+            break
+        found.append(index)
+    return found
+
+
+class _Place(NamedTuple):
+    """A weight, or a view of one, in a block's weights; `offset` in elements from their begin."""
+
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Unit:
@@ -55,7 +76,8 @@ class Unit:
         )
         self.memory = (torch.empty(0), torch.empty(0))
         self.parameters: dict[str, nn.Parameter] = {}
-        self._bound: dict[int, dict[str, Tensor]] = {}
+        self._bound = torch.empty(0)
+        self._views: dict[int, dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -70,10 +92,30 @@ class Unit:
     def bind(self, weights: Tensor) -> None:
         """Let the model's parameters be views of `weights` (uint8, on the device)."""
         key = weights.data_ptr()
-        if key not in self._bound:
-            self._bound[key] = self.layout.weight_views(weights)
-        for name, view in self._bound[key].items():
+        if key not in self._views:
+            self._views[key] = self.layout.weight_views(weights)
+        self._bound = weights
+        for name, view in self._views[key].items():
             self.parameters[name].data = view
+
+    def saving_places(self) -> saved_tensors_hooks:
+        """Return a context in which autograd saves the places of weights and of their views, not the tensors.
+
+        Where backward asks for them, they may lie in another slot than they did: what it gets is where `bind` says they are then.
+        """
+        return saved_tensors_hooks(self._place_of, self._tensor_at)
+
+    def _place_of(self, tensor: Tensor) -> "Tensor | _Place":
+        bound = self._bound
+        if tensor.untyped_storage().data_ptr() != bound.untyped_storage().data_ptr():
+            return tensor
+        offset = tensor.data_ptr() - bound.data_ptr()
+        return _Place(offset // tensor.itemsize, tensor.size(), tensor.stride(), tensor.dtype)
+
+    def _tensor_at(self, saved: "Tensor | _Place") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        return torch.as_strided(self._bound.view(saved.dtype), saved.size, saved.stride, saved.offset)
 
     def state_items(self) -> Iterator[StateItem]:
         """Yield all that is kept of each parameter, as views of `memory`."""

@@ -5,25 +5,24 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
 from fluxray.engine.clip import Clip
-from fluxray.engine.dropout import apply_dropout_keys
-from fluxray.engine.parallelize import Precision, Techniques, apply_compile, parallelize
+from fluxray.engine.parallelize import Precision, Techniques, parallelize, prepare_stream
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.engine.stream import StreamEngine
 from fluxray.engine.stream_store import StreamSettings
+from fluxray.memory.estimate import FULL_CHUNK, Policy
 from fluxray.optim.build import build_sharded
 from fluxray.protocols import BlockStack, Engine, LossFn
 
-EPILOGUE_TOKENS = 2048
-"""Tokens whose logits exist at once, where the configuration says nothing."""
 
-
-def build_engine(config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device: torch.device, num_ranks: int) -> Engine:
+def build_engine(
+    config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device: torch.device, num_ranks: int, policy: Policy | None
+) -> Engine:
     """Give a stack, which is on the meta device, memory and first values in the engine that runs it. Collective.
 
-    Raises PlanError if the host of a streamed model has not the memory or will not lock it.
+    The stream engine follows the plan's `policy`. Raises PlanError if its host has not the memory or will not lock it.
     """
     if isinstance(config.engine, StreamEngineConfig):
-        return build_stream_engine(config, stack, loss_fn, device)
+        return build_stream_engine(config, stack, loss_fn, device, policy)
     mesh = init_device_mesh(device.type, (num_ranks,)) if num_ranks > 1 else None
     techniques = Techniques(
         precision=_precision(config),
@@ -36,15 +35,28 @@ def build_engine(config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device
     return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, config.optim), _clip(config, device), runtime)
 
 
-def build_stream_engine(config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device: torch.device) -> StreamEngine:
-    """Return the engine that streams the blocks of a stack on the meta device."""
+def build_stream_engine(
+    config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device: torch.device, policy: Policy | None = None
+) -> StreamEngine:
+    """Return the engine that streams the blocks of a stack on the meta device, as `policy` says.
+
+    Without one the configuration's own figures hold, and nothing is resident or kept that it leaves open.
+    """
     engine = config.engine
     assert isinstance(engine, StreamEngineConfig)
-    if config.compile:
-        apply_compile(stack)
-    apply_dropout_keys(stack)
+    policy = policy or Policy(
+        engine.weight_slots,
+        engine.state_slots,
+        engine.resident_blocks or 0,
+        engine.kept_blocks or 0,
+        engine.epilogue_tokens or FULL_CHUNK,
+    )
+    prepare_stream(stack, config.compile, policy.kept_blocks)
     settings = StreamSettings(
-        engine.weight_slots, engine.state_slots, engine.resident_blocks or 0, engine.epilogue_tokens or EPILOGUE_TOKENS
+        weight_slots=policy.weight_slots,
+        state_slots=policy.state_slots,
+        resident_blocks=policy.resident_blocks,
+        epilogue_tokens=policy.epilogue_tokens,
     )
     return StreamEngine(stack, loss_fn, config.optim, _clip(config, device), settings, _precision(config), device)
 
