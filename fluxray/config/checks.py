@@ -1,7 +1,7 @@
 """What no single key can know: contradictions between keys, and values whose code is not there yet."""
 
 from fluxray.config.mirror import check_mirror
-from fluxray.config.schema import DataConfig, TrainConfig
+from fluxray.config.schema import DataConfig, StreamEngineConfig, TrainConfig
 from fluxray.errors import ConfigError
 
 
@@ -35,16 +35,33 @@ def check_consistent(config: TrainConfig) -> None:
             f"wants one for each; set resources.gpu=1, or resources.num_workers=1 and "
             f"batch.accumulation_steps={batch.accumulation_steps * workers}"
         )
-    if config.engine.kind == "stream" and workers != 1:
-        raise ConfigError(f"resources.num_workers: {workers}, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded")
+    _check_stream(config)
     if config.storage is not None and not config.storage.startswith("/"):
         raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
     if config.checkpoint.mirror is not None:
         check_mirror(config.checkpoint.mirror)
 
 
+def _check_stream(config: TrainConfig) -> None:
+    engine, workers = config.engine, config.resources.num_workers
+    if not isinstance(engine, StreamEngineConfig):
+        return
+    if workers != 1:
+        raise ConfigError(f"resources.num_workers: {workers}, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded")
+    if config.activation_checkpoint == "none":
+        raise ConfigError(
+            "activation_checkpoint: 'none', but engine.kind stream computes each block again in backward; set "
+            "activation_checkpoint=full (engine.kept_blocks says how many keep their activations)"
+        )
+
+
 def _check_optim(config: TrainConfig) -> None:
     optim, train = config.optim, config.train
+    if optim.master != "fp32" and config.precision != "mixed-bf16":
+        raise ConfigError(
+            f"optim.master: {optim.master!r} is for bf16 weights, and precision is {config.precision}; "
+            f"set precision=mixed-bf16, or optim.master=fp32"
+        )
     if optim.schedule != "constant" and optim.warmup_steps >= max(train.num_steps, 1):
         raise ConfigError(
             f"optim.warmup_steps: {optim.warmup_steps} leaves nothing of train.num_steps {train.num_steps} for the "
@@ -63,12 +80,6 @@ def check_available(config: TrainConfig) -> None:
             f"model.config._class_name: {config.model.config['_class_name']!r} is an image model, which this version plans "
             f"(`fluxray plan`) and does not train; choose a language model, such as --model neox-20b"
         )
-    wanted = {
-        "engine.kind": (config.engine.kind, "sharded"),
-    }
-    for key, (value, available) in wanted.items():
-        if value != available:
-            raise ConfigError(f"{key}: {value!r} is not available in this version; set {key}={available}")
     if config.engine.kind == "sharded" and config.optim.master != "fp32":
         raise ConfigError(
             f"optim.master: {config.optim.master!r} saves host memory for engine.kind stream; the weights of engine.kind sharded "

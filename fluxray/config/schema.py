@@ -46,6 +46,11 @@ class StreamEngineConfig(Section):
     resident_blocks: int | None = Field(
         default=None, ge=0, description="blocks that stay on the GPU and have no host copy; default: planned"
     )
+    kept_blocks: int | None = Field(
+        default=None,
+        ge=0,
+        description="blocks before the last that keep their activations instead of computing them again; default: planned",
+    )
     weight_slots: int = Field(default=3, ge=1, description="places on the GPU through which the blocks' weights pass")
     state_slots: int = Field(default=3, ge=1, description="places on the GPU through which their optimizer states pass")
     epilogue_tokens: int | None = Field(
@@ -128,7 +133,10 @@ class CheckpointConfig(Section):
     """When the run is saved, and how many checkpoints are kept."""
 
     every_steps: int = Field(default=200, ge=1)
-    asynchronous: bool = Field(default=True, description="write while training goes on, from a copy in host memory")
+    asynchronous: bool = Field(
+        default=True,
+        description="write while training goes on, from a copy in host memory; engine.kind stream has no room for one and waits",
+    )
     keep: int = Field(default=2, ge=1)
     mirror: str | None = Field(
         default=None,

@@ -1,6 +1,6 @@
 """Weights and optimizer states of a streamed model: blocks in host memory, everything outside them on the device."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,19 +35,6 @@ class StreamSettings:
 def resident_indices(num_blocks: int, num_resident: int) -> list[int]:
     """Return which blocks stay on the device: spread evenly, so that they give the link time everywhere."""
     return [(2 * i + 1) * num_blocks // (2 * num_resident) for i in range(num_resident)]
-
-
-def kept_indices(num_blocks: int, resident: Collection[int], weight_slots: int, num_kept: int) -> list[int]:
-    """Return the blocks that keep their activations, at most `num_kept`: the ones before the last whose weights are still on the
-    device when backward comes to them.
-    """
-    found: list[int] = []
-    for index in range(num_blocks - 2, -1, -1):
-        passing = sum(i not in resident for i in range(index, num_blocks))
-        if len(found) == num_kept or (index not in resident and passing > weight_slots):
-            break
-        found.append(index)
-    return found
 
 
 class _Place(NamedTuple):

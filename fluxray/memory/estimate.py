@@ -90,7 +90,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is decided for a run. `kept_blocks` keep their activations instead of computing them again (none, so far)."""
+    """What is decided for a run. `kept_blocks` before the last keep their activations instead of computing them again."""
 
     weight_slots: int = 3
     state_slots: int = 3
@@ -118,6 +118,9 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     streamed = [unit for index, unit in enumerate(demand.blocks) if index not in resident]
     staying = [demand.outside, *(demand.blocks[index] for index in resident)]
     carries = sum(block.carry_bytes for block in demand.spec.blocks) + demand.spec.blocks[-1].carry_bytes
+    last = len(demand.blocks) - 1
+    kinds = [demand.spec.kinds[block.kind] for block in demand.spec.blocks[last - policy.kept_blocks : last]]
+    kept = demand.num_micro_batches * sum(kind.kept(demand.micro_rows) for kind in kinds)
     held_back = demand.itemsize if demand.hold_gradients else 0
     largest_outside = max((p.numel for p in demand.spec.outside if p.trained), default=0)
     device = {
@@ -133,7 +136,7 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
         + policy.state_slots * max((unit.states for unit in streamed), default=0)
         + 2 * held_back * max((unit.num_gradients for unit in streamed), default=0),
         "kept inputs": demand.rank_rows * (carries + demand.spec.shared_bytes),
-        "activations": _largest_block(demand),
+        "activations": _largest_block(demand) + kept,
         "logits": _logits(demand, policy.epilogue_tokens),
     }
     host = {

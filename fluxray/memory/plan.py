@@ -16,6 +16,10 @@ SAME_SPEED = 1.001
 """A policy must be faster by more than this to be worth more memory."""
 
 
+SPARE_SHARE = 0.1
+"""Of the device that stays free where activations are kept for speed alone: what an allocator may lose to fragmentation."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The parts of the policy that the configuration fixes; None leaves the choice to the plan."""
@@ -23,6 +27,7 @@ class Wanted:
     weight_slots: int = 3
     state_slots: int = 3
     resident_blocks: int | None = None
+    kept_blocks: int | None = None
     epilogue_tokens: int | None = None
 
 
@@ -83,6 +88,8 @@ class MemoryPlan:
 def plan(demand: Demand, hardware: Hardware, wanted: Wanted) -> MemoryPlan:
     """Return the fastest plan that fits, with the fewest resident blocks that make it so fast.
 
+    Activations are kept where the device then still has memory to spare and it makes a step faster.
+
     The logits' chunk is smaller than it might be only where nothing else would fit. If nothing fits, return the plan that lacks
     least on the device, then on the host; its `shortfalls` say what.
     """
@@ -91,16 +98,37 @@ def plan(demand: Demand, hardware: Hardware, wanted: Wanted) -> MemoryPlan:
     for policy in _policies(demand, wanted):
         if best is not None and policy.epilogue_tokens < best.policy.epilogue_tokens:
             break
-        one = MemoryPlan(demand, policy, hardware, estimate(demand, policy), predict(demand, policy, hardware))
+        one = _planned(demand, policy, hardware)
         tried.append(one)
         if not one.shortfalls and (best is None or one.speed.seconds * SAME_SPEED < best.speed.seconds):
             best = one
+    if best is not None and wanted.kept_blocks is None:
+        return _with_kept(best)
     return best or min(tried, key=_lack)
+
+
+def _planned(demand: Demand, policy: Policy, hardware: Hardware) -> MemoryPlan:
+    return MemoryPlan(demand, policy, hardware, estimate(demand, policy), predict(demand, policy, hardware))
+
+
+def _with_kept(found: MemoryPlan) -> MemoryPlan:
+    """Return the plan with as many blocks keeping their activations as spare memory allows and as make it faster."""
+    demand, hardware = found.demand, found.hardware
+    limit = None if hardware.device_bytes is None else (1 - SPARE_SHARE) * hardware.device_bytes
+    best = found
+    for num_kept in range(1, len(demand.blocks)):
+        policy = replace(found.policy, kept_blocks=num_kept)
+        one = _planned(demand, policy, hardware)
+        if one.shortfalls or (limit is not None and one.device_bytes > limit):
+            break
+        if one.speed.seconds * SAME_SPEED < best.speed.seconds:
+            best = one
+    return best
 
 
 def _policies(demand: Demand, wanted: Wanted) -> Iterator[Policy]:
     """Yield what may be chosen from: the largest chunk of logits and the fewest resident blocks first."""
-    base = Policy(weight_slots=wanted.weight_slots, state_slots=wanted.state_slots)
+    base = Policy(wanted.weight_slots, wanted.state_slots, kept_blocks=wanted.kept_blocks or 0)
     if demand.engine == "sharded":
         yield replace(base, epilogue_tokens=demand.micro_tokens)  # its loss sees the whole micro-batch
         return

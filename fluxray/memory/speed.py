@@ -2,8 +2,9 @@
 
 Per block and pass the larger counts: computing, or the copies beside it, each way by itself. A streamed block's weights come in
 for the forward; for the backward its weights, unless they still lie in a slot, and its states, and both go back. Backward
-computes the block again (Chen et al., arXiv:1604.06174) and differentiates it: three forwards. The step reads and writes weights
-and states and reads an fp32 gradient: 14 bytes a parameter at 5 of state.
+computes the block again (Chen et al., arXiv:1604.06174) and differentiates it: three forwards, or two where
+activations are kept, as they are of the last block.
+The step reads and writes weights and states and reads an fp32 gradient: 14 bytes a parameter at 5 of state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -74,9 +75,10 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
     resident = set(demand.resident_indices(policy.resident_blocks) if policy.resident_blocks else ())
     streamed = [index for index in range(len(demand.blocks)) if stream and index not in resident]
     in_slots = set(streamed[-policy.weight_slots :])
-    again = 3 if demand.checkpoint_blocks else 2
+    first_kept = len(demand.blocks) - 1 - policy.kept_blocks if stream else len(demand.blocks)
     for index, (block, unit) in enumerate(zip(spec.blocks, demand.blocks, strict=True)):
         flops = spec.kinds[block.kind].forward_flops * rows
+        again = 3 if demand.checkpoint_blocks and index < first_kept else 2
         moved = index in streamed
         fetched = moved * (0 if index in in_slots else unit.weights)
         trained = moved * (unit.trained_weights + unit.states)

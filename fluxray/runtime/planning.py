@@ -61,7 +61,8 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
     if config.engine.kind == "stream":
         lines.append(
             f"{'policy':<18}{policy.resident_blocks} of {len(spec.blocks)} blocks resident, {policy.weight_slots} weight and "
-            f"{policy.state_slots} state slots, logits of {policy.epilogue_tokens:,} tokens at once, blocks computed again"
+            f"{policy.state_slots} state slots, logits of {policy.epilogue_tokens:,} tokens at once, "
+            f"{policy.kept_blocks} blocks keep activations"
         )
     return [*lines, *table(found)]
 
@@ -107,11 +108,6 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
     """Return what the run asks for."""
     stream, ranks = config.engine.kind == "stream", config.resources.num_workers
     mixed = config.precision == "mixed-bf16"
-    if not mixed and config.optim.master != "fp32":
-        raise ConfigError(
-            f"optim.master: {config.optim.master!r} is for bf16 weights, and precision is {config.precision}; "
-            "set precision=mixed-bf16, or optim.master=fp32"
-        )
     split = mixed and (stream or config.optim.master != "fp32")
     size = _unit_sizes(config, torch.bfloat16 if split else torch.float32)
     return Demand(
@@ -127,7 +123,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         hold_gradients=stream and config.clip.mode == "exact",
         checkpoint_blocks=stream or config.activation_checkpoint != "none",
         whole_copies=mixed and not split and ranks == 1,
-        asynchronous_saves=config.checkpoint.asynchronous,
+        asynchronous_saves=config.checkpoint.asynchronous and not stream,
         num_checkpoints=config.checkpoint.keep,
         resident_indices=lambda num: resident_indices(len(spec.blocks), num),
     )
@@ -180,7 +176,12 @@ def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
     engine, num_blocks = config.engine, len(spec.blocks)
     if engine.resident_blocks is not None and engine.resident_blocks > num_blocks:
         raise ConfigError(f"engine.resident_blocks: {engine.resident_blocks}, but the model has {num_blocks} blocks; lower it")
-    return Wanted(engine.weight_slots, engine.state_slots, engine.resident_blocks, engine.epilogue_tokens)
+    if engine.kept_blocks is not None and engine.kept_blocks >= num_blocks:
+        raise ConfigError(
+            f"engine.kept_blocks: {engine.kept_blocks}, but before the last of the model's {num_blocks} blocks there are "
+            f"{num_blocks - 1}; lower it"
+        )
+    return Wanted(engine.weight_slots, engine.state_slots, engine.resident_blocks, engine.kept_blocks, engine.epilogue_tokens)
 
 
 def _unit_sizes(config: TrainConfig, weight: torch.dtype) -> Callable[[tuple[ParameterSpec, ...]], UnitBytes]:
@@ -204,6 +205,8 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
         if isinstance(config.engine, StreamEngineConfig) and config.engine.resident_blocks is not None:
             yield from ({"engine.resident_blocks": num} for num in range(1, 65))
             yield {"engine.resident_blocks": 0}
+        if isinstance(config.engine, StreamEngineConfig) and config.engine.kept_blocks:
+            yield {"engine.kept_blocks": 0}
         if config.clip.mode == "exact":
             yield {"clip.mode": "previous"}
         if config.optim.kind == "adamw":

@@ -33,14 +33,23 @@ CONTRADICTIONS = {
     ("engine.kind=stream", "resources.num_workers=2"): (
         "resources.num_workers: 2, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded"
     ),
+    ("engine.kind=stream",): (
+        "activation_checkpoint: 'none', but engine.kind stream computes each block again in backward; set "
+        "activation_checkpoint=full (engine.kept_blocks says how many keep their activations)"
+    ),
+    ("optim.master=split24",): (
+        "optim.master: 'split24' is for bf16 weights, and precision is fp32; set precision=mixed-bf16, or optim.master=fp32"
+    ),
     ("storage=runs",): "storage: 'runs' is not an absolute path; workers run in other folders than you do",
 }  # fmt: skip
 
 NOT_YET = {
-    ("engine.kind=stream",): "engine.kind: 'stream' is not available in this version; set engine.kind=sharded",
-    ("optim.master=split24",): (
+    ("optim.master=split24", "precision=mixed-bf16"): (
         "optim.master: 'split24' saves host memory for engine.kind stream; the weights of engine.kind sharded are fp32 masters "
         "already; set optim.master=fp32"
+    ),
+    ("precision=amp-fp16", "engine.kind=stream", "activation_checkpoint=full"): (
+        "precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16"
     ),
     ("precision=amp-fp16",): "precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16",
 }
@@ -73,7 +82,13 @@ def test_the_sharded_engine_has_every_way_to_clip_and_8_bit_moments(words):
     check_available(resolve(overrides=[words]))
 
 
-@pytest.mark.parametrize("profile", ["cpu", "fsdp8"])
+@pytest.mark.parametrize("profile", ["cpu", "fsdp8", "a6000"])
 @pytest.mark.parametrize("model", ["lm-tiny", "flux2-seed", "neox-20b"])
-def test_the_sharded_profiles_can_be_run(profile, model):
+def test_the_profiles_can_be_run(profile, model):
     check_available(resolve(profile, model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "mixed-bf16"])
+def test_the_stream_engine_has_every_precision(precision):
+    words = ["engine.kind=stream", "activation_checkpoint=full", "engine.kept_blocks=2", f"precision={precision}"]
+    check_available(resolve(overrides=words))

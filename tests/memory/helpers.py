@@ -10,7 +10,7 @@ GIB = 2**30
 
 @cache
 def spec_of(model: str, *words: str) -> ModelSpec:
-    return planning.model_spec(resolve("a6000", model, words))
+    return planning.model_spec(resolve("a6000", model, [*words, "optim.master=fp32"]))  # of no matter to a spec
 
 
 def planned(model: str, *words: str, profile: str = "a6000") -> MemoryPlan:

@@ -11,7 +11,7 @@ STEP_16K = ("batch.micro_size=4", "batch.accumulation_steps=2")
 
 
 def test_neox_20b_under_45_gb_as_planned_by_hand():
-    small, large = planned("neox-20b", *STEP_16K), planned("neox-20b")
+    small, large = planned("neox-20b", *STEP_16K, "engine.kept_blocks=0"), planned("neox-20b")
     assert small.demand.tokens == 16_384 and large.demand.tokens == 32_768
     assert small.device_bytes / GIB == pytest.approx(26, rel=0.03)
     assert large.device_bytes / GIB == pytest.approx(34.5, rel=0.03)
@@ -70,7 +70,8 @@ def test_the_floor_is_flops_over_rate_where_nothing_else_bounds_it():
     found = planned("neox-20b", "engine.resident_blocks=0")
     spec, rows = found.demand.spec, found.demand.rank_rows
     blocks = sum(spec.kinds[block.kind].forward_flops for block in spec.blocks)
-    arithmetic = rows * (4 * blocks + 3 * spec.outside_flops) / 100e12
+    last = spec.kinds[spec.blocks[-1].kind].forward_flops  # is not computed again
+    arithmetic = rows * (4 * blocks - last + 3 * spec.outside_flops) / 100e12
     step = 20.55e9 * 14.06 / 768e9
     assert found.speed.floor == pytest.approx(arithmetic + step, rel=1e-3)
 
@@ -93,6 +94,33 @@ def test_the_slots_and_buffers_are_those_of_the_engine():
     unit = held.demand.blocks[0]
     assert held.bytes.device["slots"] == 3 * unit.weights + 3 * unit.states + 2 * 2 * unit.num_gradients
     assert held.bytes.host["blocks"] == 44 * (unit.total + 2 * unit.num_gradients)
+
+
+def test_kept_activations_cost_their_bytes_and_save_a_forward_of_their_block():
+    free, none = planned("neox-20b", *STEP_16K), planned("neox-20b", *STEP_16K, "engine.kept_blocks=0")
+    spec, num_kept = free.demand.spec, free.policy.kept_blocks
+    assert num_kept == 3 and none.policy.kept_blocks == 0
+    (kind,) = spec.kinds.values()
+    assert free.bytes.device["activations"] - none.bytes.device["activations"] == num_kept * 2 * kind.kept(4)
+    assert free.device_bytes <= 0.9 * free.hardware.device_bytes
+    saved = num_kept * kind.forward_flops * 8 / (free.hardware.tflops * 1e12)
+    assert none.speed.floor - free.speed.floor == pytest.approx(saved, rel=1e-6)
+    assert planned("neox-20b").policy.kept_blocks == 0  # would leave less than the allocator may lose
+    fixed = planned("neox-20b", *STEP_16K, "engine.kept_blocks=1")
+    assert fixed.policy.kept_blocks == 1 and none.speed.seconds > fixed.speed.seconds > free.speed.seconds
+
+
+def test_below_where_transfers_hide_nothing_is_kept_that_saves_no_time():
+    found = planned(
+        "neox-20b", "batch.micro_size=1", "data.max_slice=512", "batch.accumulation_steps=1", "engine.resident_blocks=0"
+    )
+    assert found.policy.kept_blocks == 0
+
+
+def test_a_streamed_model_is_saved_without_a_copy():
+    assert planned("neox-20b").bytes.host["checkpoint"] == 0
+    words = ("engine.kind=sharded", "optim.kind=adamw", "optim.master=fp32", "clip.mode=exact")
+    assert planned("flux2-seed", *words).bytes.host["checkpoint"] > 0
 
 
 def test_logits_come_in_smaller_chunks_only_where_nothing_else_fits():

@@ -40,7 +40,10 @@ def test_help_is_fast_and_imports_nothing_heavy():
         (["train", "--profile", "cpu", "--model", "lm-tiny", "optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
         (["train", "--profile", "gpu"], "--profile"),
         (["train", "--prfile", "cpu"], "--profile"),
-        (["train", "--profile", "a6000", "--model", "neox-20b"], "is not available in this version"),
+        (
+            ["train", "--profile", "a6000", "--model", "neox-20b", "precision=amp-fp16", "optim.master=fp32"],
+            "precision: 'amp-fp16'",
+        ),
         (["train", "--profile", "cpu", "--model", "flux2-dev"], "model.config._class_name"),
         (["plan", "--profile", "a6000"], "model.config.model_type: is missing"),
         (["trian"], "train"),

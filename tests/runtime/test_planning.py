@@ -6,7 +6,7 @@ from fluxray.config.load import resolve
 from fluxray.errors import ConfigError, PlanError
 from fluxray.memory import probe
 from fluxray.runtime import planning
-from tests.memory.helpers import planned, spec_of
+from tests.memory.helpers import planned
 
 
 def run(*words):
@@ -88,9 +88,14 @@ def test_more_resident_blocks_than_there_are_are_refused():
         planned("neox-20b", "engine.resident_blocks=45")
 
 
-def test_master_weights_in_parts_want_bf16_weights():
-    with pytest.raises(ConfigError, match=r"^optim\.master: 'split24' is for bf16 weights, and precision is fp32"):
-        planning.demand(resolve("a6000", "lm-tiny", ["precision=fp32"]), spec_of("lm-tiny"))
+def test_more_kept_blocks_than_there_are_before_the_last_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"^engine\.kept_blocks: 44, but before the last of the model's 44 blocks there are 43; "
+    ):
+        planned("neox-20b", "engine.kept_blocks=44")
+    found = planned("neox-20b", "engine.kept_blocks=43")
+    assert {short.place for short in found.shortfalls} == {"device"}
+    assert planning.nearest(resolve("a6000", "neox-20b", ["engine.kept_blocks=43"]), found) == ["engine.kept_blocks=0"]
 
 
 @pytest.mark.parametrize(
