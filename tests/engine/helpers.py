@@ -127,7 +127,8 @@ def train(engine: Engine, num_micro_batches: int = 2, num_steps: int = 5, start:
 
 
 def section(engine: Engine, name: str) -> dict[str, torch.Tensor]:
-    """Return copies of one section of a one-rank engine's state."""
+    """Return copies of one section of a one-rank engine's state, nothing pending."""
+    engine.flush()
     return {item.name: item.tensor.detach().clone().float().cpu() for item in engine.state_items() if item.section == name}
 
 

@@ -34,10 +34,12 @@ from tests.engine.helpers import (
     sharded_engine,
     train,
 )
+from tests.engine.stream_helpers import stream_engine
 
 ENGINES: dict[str, EngineFactory] = {
     "resident": sharded_engine,
     "fsdp": lambda case: sharded_engine(case, DeviceMesh("cpu", torch.arange(1))),
+    "stream": stream_engine,
 }
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -304,15 +306,16 @@ def _broken(engine: Engine, what: str) -> Iterator[None]:
         def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * torch.inf
 
-    intact = engine._loss_fn
+    stack = engine._stack
+    intact = stack.epilogue
 
-    def loss_fn(output: torch.Tensor, batch: TextBatch) -> LossOutput:
-        result = intact(output, batch)
+    def epilogue(*args) -> LossOutput:
+        result = intact(*args)
         return result._replace(sum=Overflowing.apply(result.sum))
 
-    engine._loss_fn = loss_fn
+    stack.epilogue = epilogue
     yield
-    engine._loss_fn = intact
+    del stack.epilogue
 
 
 def _save(engine: Engine, folder: Path) -> None:
