@@ -252,8 +252,11 @@ class Engine(Protocol):
         """Forward, backward, clip and step over this rank's micro-batches of one global batch."""
         ...
 
-    def eval_step(self, batch: Batch) -> LossOutput:
-        """Return the summed loss and valid count of all ranks' batches, without dropout or gradients. Collective."""
+    def eval_steps(self, batches: Sequence[Batch]) -> Sequence[LossOutput]:
+        """Return for each batch the summed loss and valid count of all ranks', without dropout or gradients. Collective.
+
+        The batches are in memory together, and an engine that fetches blocks fetches each once for all of them.
+        """
         ...
 
     def forward(self, batch: Batch) -> Tensor:

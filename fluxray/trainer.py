@@ -43,13 +43,14 @@ class Cadence:
 class Hooks:
     """What the loop calls.
 
-    `eval_batches` gives the held-out batches anew each time. `save` starts to write a checkpoint of the state; the one before is
-    durable when it is called. `memory` returns the memory metrics. `should_stop` is asked after each step, on every rank, and
-    gives the same answer on all. `report` receives every Report, on every rank; `notify` one line for the user.
+    `eval_batches` gives the held-out batches anew each time, in the groups that go through the model together. `save` starts to
+    write a checkpoint of the state; the one before is durable when it is called. `memory` returns the memory metrics.
+    `should_stop` is asked after each step, on every rank, and gives the same answer on all. `report` receives every Report, on
+    every rank; `notify` one line for the user.
     """
 
     batches: BatchSource
-    eval_batches: Callable[[], Iterable[Batch]]
+    eval_batches: Callable[[], Iterable[Sequence[Batch]]]
     save: Callable[[RunState], SavedCheckpoint]
     memory: Callable[[], dict[str, float]]
     should_stop: Callable[[RunState], bool]
@@ -213,9 +214,9 @@ class Trainer:
             self._hooks.report(Report(state.step, {"checkpoint/durable_s": self._saved.wait()}))
 
 
-def evaluate(engine: Engine, batches: Iterable[Batch]) -> float:
-    """Return the mean loss over the valid terms of `batches` on all ranks."""
-    outputs = [engine.eval_step(batch) for batch in batches]
+def evaluate(engine: Engine, groups: Iterable[Sequence[Batch]]) -> float:
+    """Return the mean loss over the valid terms of the batches of `groups` on all ranks."""
+    outputs = [output for group in groups for output in engine.eval_steps(group)]
     return sum(float(output.sum) for output in outputs) / sum(float(output.num_valid) for output in outputs)
 
 

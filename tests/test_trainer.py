@@ -58,9 +58,9 @@ class FakeEngine:
         withheld = self.withheld.get(self.step, 0.0 if math.isfinite(loss) and math.isfinite(norm) else 1.0)
         return StepOutput(*(torch.tensor(float(value)) for value in (loss, norm, num_valid, withheld)))
 
-    def eval_step(self, batch) -> LossOutput:
+    def eval_steps(self, batches) -> list[LossOutput]:
         self.done.append(("eval", self.step))
-        return LossOutput(torch.tensor(batch.loss * batch.num_valid), batch.num_valid)
+        return [LossOutput(torch.tensor(batch.loss * batch.num_valid), batch.num_valid) for batch in batches]
 
     def flush(self) -> None:
         self.done.append(("flush", self.step))
@@ -129,8 +129,8 @@ class Run:
         finally:
             self.closed += 1
 
-    def eval_batches(self) -> Iterable[FakeBatch]:
-        return iter([FakeBatch(loss=2.0, num_valid=6), FakeBatch(loss=5.0, num_valid=2), FakeBatch(loss=0.0, num_valid=0)])
+    def eval_batches(self) -> Iterable[list[FakeBatch]]:
+        return iter([[FakeBatch(loss=2.0, num_valid=6), FakeBatch(loss=5.0, num_valid=2)], [FakeBatch(loss=0.0, num_valid=0)]])
 
     def save(self, state: RunState) -> SavedCheckpoint:
         self.done.append(("save", state.step))
@@ -188,7 +188,7 @@ def test_evaluation_follows_its_cadence_and_always_ends_the_run(every: int, expe
     run = Run((3, every, 100))
     summary = run.fit()
     assert run.steps_of("eval/loss") == expected
-    assert len(run.did("eval")) == 3 * len(expected)
+    assert len(run.did("eval")) == 2 * len(expected)  # two groups
     assert summary.eval_loss == pytest.approx((2 * 6 + 5 * 2) / 8) and summary.perplexity == pytest.approx(math.exp(2.75))
 
 
@@ -326,7 +326,7 @@ def test_throughput_counts_all_ranks_and_leaves_pauses_out(monkeypatch: pytest.M
     monkeypatch.setattr("fluxray.metrics.time.perf_counter", lambda: clock[0])
     run = Run((4, 4, 4), num_ranks=2)
     engine: Any = run.engine
-    step, eval_step, save = engine.train_step, engine.eval_step, run.trainer._hooks.save
+    step, evaluating, save = engine.train_step, engine.eval_steps, run.trainer._hooks.save
 
     def slow(call, seconds):
         def timed(*args):
@@ -335,7 +335,7 @@ def test_throughput_counts_all_ranks_and_leaves_pauses_out(monkeypatch: pytest.M
 
         return timed
 
-    engine.train_step, engine.eval_step = slow(step, 2.0), slow(eval_step, 100.0)
+    engine.train_step, engine.eval_steps = slow(step, 2.0), slow(evaluating, 100.0)
     run.trainer._hooks = replace(run.trainer._hooks, save=slow(save, 1000.0))
     run.fit()
     rates = [report.metrics["perf/tokens_per_s"] for report in run.reports if "perf/tokens_per_s" in report.metrics]
@@ -344,7 +344,7 @@ def test_throughput_counts_all_ranks_and_leaves_pauses_out(monkeypatch: pytest.M
 
 def test_loss_of_an_evaluation_is_the_mean_over_terms_not_over_batches() -> None:
     engine = FakeEngine([])
-    assert evaluate(engine, [FakeBatch(loss=1.0, num_valid=1), FakeBatch(loss=4.0, num_valid=3)]) == pytest.approx(3.25)
+    assert evaluate(engine, [[FakeBatch(loss=1.0, num_valid=1)], [FakeBatch(loss=4.0, num_valid=3)]]) == pytest.approx(3.25)
 
 
 def test_perplexity() -> None:

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from fluxray.config.schema import BatchConfig
@@ -37,6 +38,12 @@ class Loader:
         if not len(self.rows):
             raise DataError("data.source: has no row to train on; use more text")
         return prefetch(self._steps(state), PREFETCHED_STEPS)
+
+    def eval_groups(self, rows: Sequence[TextRow], max_rows: int) -> Iterator[list[Batch]]:
+        """Yield what `eval_batches` does in groups of as many as a step has micro-batches; the last may be smaller."""
+        batches = self.eval_batches(rows, max_rows)
+        while group := list(islice(batches, self.batch.accumulation_steps)):
+            yield group
 
     def eval_batches(self, rows: Sequence[TextRow], max_rows: int) -> Iterator[Batch]:
         """Yield batches of the first `max_rows` of `rows`, equally many of `micro_size` rows on every rank.

@@ -64,11 +64,9 @@ class ShardedEngine:
         self._masters.publish()
         return StepOutput(loss, grad_norm, num_valid, withheld)
 
-    def eval_step(self, batch: Batch) -> LossOutput:
-        """Return the summed loss and valid count of all ranks' batches, without dropout or gradients. Collective."""
-        output = self._infer(batch, self._loss_fn)
-        num_valid = self._runtime.sum_over_ranks(float(output.num_valid))
-        return LossOutput(self._runtime.sum_over_ranks(output.sum), num_valid)
+    def eval_steps(self, batches: Sequence[Batch]) -> list[LossOutput]:
+        """Return for each batch the summed loss and valid count of all ranks', without dropout or gradients. Collective."""
+        return [self._eval_step(batch) for batch in batches]
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the model's output for `batch`, without dropout or gradients. Collective."""
@@ -92,6 +90,11 @@ class ShardedEngine:
         self._clip.load_items(reader)
         self._masters.publish()
         return narrowed
+
+    def _eval_step(self, batch: Batch) -> LossOutput:
+        output = self._infer(batch, self._loss_fn)
+        num_valid = self._runtime.sum_over_ranks(float(output.num_valid))
+        return LossOutput(self._runtime.sum_over_ranks(output.sum), num_valid)
 
     @torch.no_grad()
     def _infer(self, batch: Batch, loss_fn: Any) -> Any:

@@ -107,15 +107,15 @@ class StreamEngine:
         return StepOutput(step.loss_sum / step.divisor, norm, num_valid, 1 - torch.stack(step.ok).mean())
 
     @torch.no_grad()
-    def eval_step(self, batch: Batch) -> LossOutput:
-        """Return the summed loss and valid count of a batch, without dropout or gradients."""
-        loss = self._model.loss(*self._infer(batch))
-        return LossOutput(loss, torch.full((), float(batch.num_valid), device=self._device))
+    def eval_steps(self, batches: Sequence[Batch]) -> list[LossOutput]:
+        """Return the summed loss and valid count of each batch, without dropout or gradients; each block is fetched once."""
+        losses = [(self._model.loss(state, batch), batch.num_valid) for state, batch in self._infer(batches)]
+        return [LossOutput(loss, torch.full((), float(num_valid), device=self._device)) for loss, num_valid in losses]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         """Return the model's output for `batch`, without dropout or gradients."""
-        return self._model.output(*self._infer(batch))
+        return self._model.output(*self._infer([batch])[0])
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -277,13 +277,14 @@ class StreamEngine:
         return whole
 
     @torch.no_grad()
-    def _infer(self, batch: Batch) -> tuple[State, Batch]:
+    def _infer(self, batches: Sequence[Batch]) -> list[tuple[State, Batch]]:
         self._stack.eval()
-        batch = batch.to(self._device)
-        state = self._model.prologue(batch)
+        batches = [batch.to(self._device) for batch in batches]
+        states = [self._model.prologue(batch) for batch in batches]
         for index in self._blocks.visit(self._blocks.all):
-            state = self._model.block(index, state)
-        return state, batch
+            for k, state in enumerate(states):
+                states[k] = self._model.block(index, state)
+        return list(zip(states, batches, strict=True))
 
     def _clip_unit(self, unit: Unit, name: str) -> str:
         return name if unit is self._outside else unit.prefix

@@ -144,7 +144,7 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
         "checkpoint": max(unit.total for unit in demand.blocks) if demand.asynchronous_saves else 0,
         "process": PROCESS_BYTES,
     }
-    return Estimate(_with_validation(device, demand), host, _disk(demand))
+    return Estimate(_with_validation(device, demand, demand.num_micro_batches, policy.epilogue_tokens), host, _disk(demand))
 
 
 def _sharded(demand: Demand, policy: Policy) -> Estimate:
@@ -172,14 +172,17 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     saved = sum(unit.total for unit in units)
     # fp32 weights and moments of all ranks; a page-locked copy, which is used again, lets training go on during a save
     host = {"checkpoint": saved if demand.asynchronous_saves else 0, "process": PROCESS_BYTES * ranks}
-    return Estimate(_with_validation(device, demand), host, _disk(demand))
+    return Estimate(_with_validation(device, demand, 1, demand.micro_tokens), host, _disk(demand))
 
 
-def _with_validation(device: dict[str, int], demand: Demand) -> dict[str, int]:
-    """Add what evaluation needs beyond the memory of kept inputs, activations and logits, which it uses again."""
+def _with_validation(device: dict[str, int], demand: Demand, num_batches: int, chunk: int) -> dict[str, int]:
+    """Add what evaluation needs beyond the memory of kept inputs, activations and logits, which it uses again.
+
+    `num_batches` go through the model together; the logits of `chunk` positions exist at once.
+    """
     free = device["kept inputs"] + device["activations"] + device["logits"]
-    logits = demand.micro_tokens * demand.spec.num_outputs * (demand.itemsize + LOGIT_BYTES_FP32 // 2)
-    carry = 2 * demand.micro_rows * demand.spec.blocks[-1].carry_bytes
+    logits = min(chunk, demand.micro_tokens) * demand.spec.num_outputs * (demand.itemsize + LOGIT_BYTES_FP32 // 2)
+    carry = (num_batches + 1) * demand.micro_rows * demand.spec.blocks[-1].carry_bytes
     return {**device, "validation": max(0, logits + carry - free)}
 
 

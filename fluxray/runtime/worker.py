@@ -80,7 +80,7 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
     saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), asynchronous)
     hooks = Hooks(
         batches=parts.loader.train_batches,
-        eval_batches=lambda: parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows),
+        eval_batches=lambda: parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows),
         save=lambda at: uploads.follow(saver.save(at, parts.engine.state_items())),
         memory=lambda: memory_metrics(parts.device),
         should_stop=lambda at: parts.ranks.any(context.heartbeat(at.step)),
@@ -107,7 +107,7 @@ def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     reader = _load_newest(parts, context)
     if reader is None:
         raise CheckpointError(f"RUN: {context.run_dir.name} has no checkpoint yet; train it first")
-    loss = evaluate(parts.engine, parts.loader.eval_batches(parts.data.evaluation, config.evaluation.max_rows))
+    loss = evaluate(parts.engine, parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows))
     return RunSummary(reader.state.step, None, loss, perplexity(loss), str(reader.directory))
 
 

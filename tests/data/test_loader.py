@@ -144,3 +144,11 @@ def test_evaluation_counts_each_row_once_in_equally_many_batches(rows, num_ranks
         weighted = (batch.targets != IGNORE_INDEX).any(dim=1)
         firsts.extend(batch.input_ids[weighted, 0].tolist())
     assert sorted(firsts) == [9 * index for index in range(min(max_rows, 20))]
+
+
+def test_evaluation_groups_as_many_batches_as_a_step_has(rows):
+    one = loader(rows, micro=3, accumulation=3)
+    batches, groups = list(one.eval_batches(rows, 100)), list(one.eval_groups(rows, 100))
+    assert [len(group) for group in groups] == [3, 3, 1]
+    flat = [batch for group in groups for batch in group]
+    assert all(a.input_ids.equal(b.input_ids) for a, b in zip(flat, batches, strict=True))

@@ -186,14 +186,17 @@ def test_evaluation_leaves_training_as_it_was(build: EngineFactory) -> None:
     losses = []
     for step in range(3):
         losses.append(watched.train_step(cut(2, step), OPTIM.lr).loss.item())
-        first, second = (watched.eval_step(make_batch([0, 1])) for _ in range(2))
+        first, second = (watched.eval_steps([make_batch([0, 1])])[0] for _ in range(2))
         assert torch.equal(first.sum, second.sum)
     assert losses == expected
 
 
 def test_evaluation_is_the_loss_before_the_next_step(build: EngineFactory, case: EngineCase) -> None:
     engine = build(case)
-    outputs = [engine.eval_step(batch) for batch in cut(4, 0)]
+    outputs = engine.eval_steps(cut(4, 0))
+    for output, batch in zip(outputs, cut(4, 0), strict=True):
+        (alone,) = engine.eval_steps([batch])
+        assert torch.equal(output.sum, alone.sum) and torch.equal(output.num_valid, alone.num_valid)
     mean = sum(output.sum for output in outputs) / sum(output.num_valid for output in outputs)
     assert engine.train_step(cut(2, 0), OPTIM.lr).loss.item() == pytest.approx(mean.item(), rel=1e-6)
 
