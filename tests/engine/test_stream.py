@@ -243,7 +243,7 @@ def test_an_epilogue_in_pieces_equals_a_whole_one(num_tokens: int) -> None:
         assert outputs[1].loss.item() == pytest.approx(outputs[0].loss.item(), rel=1e-6)
         if step == 0:
             _expect_close(state_of(pieces), state_of(whole), 1e-4, 1e-6)
-    losses = [engine.eval_step(make_batch([0, 1, 2])).sum.item() for engine in (whole, pieces)]
+    losses = [engine.eval_steps([make_batch([0, 1, 2])])[0].sum.item() for engine in (whole, pieces)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
@@ -274,7 +274,7 @@ def test_evaluation_between_steps_sees_every_update_and_changes_nothing(mode: Cl
     for step in range(3):
         outputs = [engine.train_step(cut(2, step), OPTIM.lr) for engine in (watched, other, sharded)]
         assert torch.equal(outputs[0].loss, outputs[1].loss)
-        losses = [engine.eval_step(make_batch([0, 1])).sum.item() for engine in (watched, watched, sharded)]
+        losses = [engine.eval_steps([make_batch([0, 1])])[0].sum.item() for engine in (watched, watched, sharded)]
         assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
         expect_close_values(watched.forward(make_batch([2])), sharded.forward(make_batch([2])), 1e-4, "logits")
     expect_same(state_of(watched), state_of(other))

@@ -50,7 +50,7 @@ def _outcome(
     """Train, evaluate between two steps, and return all losses and the last state."""
     engine = stream_engine(case, settings, transfers, kept_blocks)
     losses = [output[0] for output in run_steps(engine, 3)]
-    losses.append(engine.eval_step(make_batch([0, 1])).sum.item())
+    losses.append(engine.eval_steps([make_batch([0, 1])])[0].sum.item())
     losses += [output[0] for output in run_steps(engine, 1, 3)]
     return losses, state_of(engine)
 
