@@ -25,12 +25,15 @@ COLUMNS = {
     "slowest_ms": "slowest step, ms",
     "undisturbed_slowest_ms": "slowest undisturbed step, ms",
     "precision": "precision",
+    "master": "master",
+    "resident_blocks": "resident blocks",
     "tokens_per_step": "tokens a step",
     "tokens_per_s": "tokens/s",
     "model_tflops": "model TFLOPS",
     "card_matrix_tflops": "card's bf16 product, TFLOPS",
     "share_of_matrix_rate": "share",
     "device_gb": "device GB",
+    "host_gib": "host GiB",
     "first_step_s": "first step, s",
     "ratio": "ratio",
     "first_blocked_s": "first save: training stood still, s",
@@ -99,10 +102,28 @@ def outage_conclusion(rows: list[Row]) -> str:
     )
 
 
+def stream_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of stream.json show."""
+    by_note = {row["note"]: row for row in rows}
+    whole = by_note["neox-20b, 16,384 tokens"]
+    told = (
+        f"All {whole['parameters'] / 1e9:.2f}B parameters are trained in {whole['device_gb']:.0f} GB of device memory and "
+        f"{whole['host_gib']:.0f} GiB of host memory, at {whole['tokens_per_s']:,} tokens/s: {whole['model_tflops']:.0f} model "
+        f"TFLOPS, where the card multiplies bf16 matrices at {whole['card_matrix_tflops']:.0f}. The first step is done "
+        f"{whole['first_step_s']:.0f} s after the start; later the card waits {1000 * whole['wait_fetch_s']:.0f} ms a step for copies."
+    )
+    peers = [row for row in rows if row.get("baseline") == "8 blocks, streamed"]
+    if peers:
+        best = max(peers, key=lambda row: row["ratio"])
+        told += f" On 8 blocks the fastest of the others, {best['note']}, reaches {best['ratio']:.0%} of it."
+    return told
+
+
 CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "service": ("What Ray, MLflow and saving cost: flux2-seed on one GPU", service_conclusion),
     "drill": ("Kills at random steps", drill_conclusion),
     "drill-8-workers": ("Kills at random steps, 8 workers", drill_conclusion),
+    "stream": ("neox-20b (20.55B) on one GPU of at most 45 GB, sequence 2,048", stream_conclusion),
     "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
 }

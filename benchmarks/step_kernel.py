@@ -26,7 +26,7 @@ CHECKED = 2**20
 CONFIG = AdamConfig(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 LR = 1e-5
 MASTERS: tuple[Master, ...] = ("split24", "stochastic", "fp32")
-TILES = ((8, 8), (4, 4), (16, 16), (16, 8), (8, 4), (2, 2))
+TILES = ((4, 4), (8, 8), (16, 16), (16, 8), (8, 4), (2, 2))
 """Quantisation blocks and warps of a program."""
 
 

@@ -34,7 +34,7 @@ from fluxray.optim.states import QUANT_BLOCK
 INTERPRETED = knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, which knows no PTX."""
 
-NUM_ROWS = 8
+NUM_ROWS = 4
 """Quantisation blocks of a program: one a warp."""
 
 OPTIONS: dict[str, Any] = {"num_warps": NUM_ROWS, "enable_fp_fusion": False}
