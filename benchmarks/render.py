@@ -110,7 +110,7 @@ def stream_conclusion(rows: list[Row]) -> str:
         f"All {whole['parameters'] / 1e9:.2f}B parameters are trained in {whole['device_gb']:.0f} GB of device memory and "
         f"{whole['host_gib']:.0f} GiB of host memory, at {whole['tokens_per_s']:,} tokens/s: {whole['model_tflops']:.0f} model "
         f"TFLOPS, where the card multiplies bf16 matrices at {whole['card_matrix_tflops']:.0f}. The first step is done "
-        f"{whole['first_step_s']:.0f} s after the start; later the card waits {1000 * whole['wait_fetch_s']:.0f} ms a step for copies."
+        f"{whole['first_step_s']:.0f} s after the start; later it waits {1000 * whole['wait_fetch_s']:.0f} ms a step for copies."
     )
     peers = [row for row in rows if row.get("baseline") == "8 blocks, streamed"]
     if peers:
