@@ -25,9 +25,16 @@ from fluxray.runtime import cluster, tracking
 from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, silent_ranks, start_board
 from fluxray.runtime.failure import explain
 from fluxray.runtime.outcome import FailedError, StoppedError
-from fluxray.runtime.paths import CONFIG_FILE, committed_checkpoints, forget_missing_checkpoints, home
+from fluxray.runtime.paths import (
+    CONFIG_FILE,
+    RegistryKeeper,
+    committed_checkpoints,
+    forget_missing_checkpoints,
+    home,
+    mend_registry,
+)
 from fluxray.runtime.prepare import fetch_lost, prepare, save_config
-from fluxray.runtime.progress import Display
+from fluxray.runtime.progress import Display, Snapshot
 from fluxray.runtime.report import WorkerFn, work
 from fluxray.runtime.stopping import in_thread, on_stop_signal
 from fluxray.runtime.worker import preflight, run_evaluation, run_worker
@@ -73,7 +80,7 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
     steps.preflight(run.config, run.home.cache)
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(run.config.resources)
-        missing = forget_missing_checkpoints(run.run_dir)
+        missing = _mend_registry(run.run_dir)
         fetch_lost(run)
         save_config(run)
         target = tracking.start_run(run.config, run.home, run.run_dir, run.resumed)
@@ -113,9 +120,14 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
         print("stopping: finishing this step and saving it; once more stops at once, without saving", flush=True)
         board.request_stop.remote()
 
+    def poll(num_seen: int) -> Snapshot | None:
+        keeper.keep()
+        return read_board(board, num_seen)
+
+    keeper = RegistryKeeper(assignment.run_dir)
     os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(config.resources.collective_timeout_s)
     try:
-        with on_stop_signal(request_stop), Display(lambda num_seen: read_board(board, num_seen), config.train.num_steps):
+        with on_stop_signal(request_stop), Display(poll, config.train.num_steps):
             outcome = in_thread(lambda: _fit_on_ray(assignment, ray_dir, local_cores))
     except (TrainingFailedError, RayError) as error:
         fault = posted_fault(board)
@@ -175,6 +187,14 @@ def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) 
             if num_deaths > config.resources.max_failures:
                 raise
             print("Ray's controller of the run died: starting another", flush=True)
+            _mend_registry(assignment.run_dir)
+
+
+def _mend_registry(run_dir: Path) -> list[str]:
+    """Make the list of committed checkpoints one that Ray starts with; return the names of those that have gone."""
+    if mend_registry(run_dir):
+        print("the list of committed checkpoints was not written to its end: what it was before is used", flush=True)
+    return forget_missing_checkpoints(run_dir)
 
 
 def scaling(config: TrainConfig) -> ScalingConfig:

@@ -18,6 +18,9 @@ MAX_STEM = 60
 REGISTRY_FILE = "checkpoint_manager_snapshot.json"
 """Ray Train's list of committed checkpoints, in the run's folder."""
 
+REGISTRY_COPY = ".committed.json"
+"""The last whole one."""
+
 
 @dataclass(frozen=True)
 class Home:
@@ -110,6 +113,7 @@ def forget_missing_checkpoints(run_dir: Path) -> list[str]:
         return []
     if not kept:
         (run_dir / REGISTRY_FILE).unlink(missing_ok=True)
+        (run_dir / REGISTRY_COPY).unlink(missing_ok=True)
     else:
         indices = registry["checkpoint_report_indices"]
         registry = {
@@ -130,15 +134,63 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+class RegistryKeeper:
+    """Keeps a copy of Ray's registry. Ray writes it in place: a controller that dies in the midst of that leaves half of it."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._seen: tuple[int, int] | None = None
+
+    def keep(self) -> None:
+        """Copy the registry if it has changed and is whole. Costs one look at the file otherwise."""
+        try:
+            found = (self._run_dir / REGISTRY_FILE).stat()
+            if (found.st_mtime_ns, found.st_size) == self._seen:
+                return
+            text = (self._run_dir / REGISTRY_FILE).read_text(encoding="utf-8")
+            _parse_registry(text)
+            write_text(self._run_dir / REGISTRY_COPY, text)
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self._seen = (found.st_mtime_ns, found.st_size)
+
+
+def mend_registry(run_dir: Path) -> bool:
+    """Put the copy in the place of a registry that was not written to its end, before Ray reads it; returns whether it was so.
+
+    The checkpoint whose registration was cut off is not committed. Raises CheckpointError if there is no whole copy.
+    """
+    path = run_dir / REGISTRY_FILE
+    if not path.exists() or _whole_registry(path) is not None:
+        return False
+    write_text(path, json.dumps(_read_registry(run_dir)))
+    return True
+
+
 def _read_registry(run_dir: Path) -> Mapping[str, Any]:
+    """Return the registry, from its copy if it is not whole: it may be just being written."""
     path = run_dir / REGISTRY_FILE
     if not path.exists():
         return {}
-    try:
-        registry = json.loads(path.read_text(encoding="utf-8"))
-        names = [entry["checkpoint_dir_name"] for entry in registry["checkpoint_results"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path}: the list of committed checkpoints is damaged; start again with another name") from None
+    registry = _whole_registry(path) or _whole_registry(run_dir / REGISTRY_COPY)
+    if registry is None:
+        raise CheckpointError(f"{path}: the list of committed checkpoints is damaged; start again with another name")
+    names = [entry["checkpoint_dir_name"] for entry in registry["checkpoint_results"]]
     if any(Path(name).name != name or name in ("", "..") for name in names):
         raise CheckpointError(f"{path}: names a checkpoint outside of its run; start again with another name")
+    return registry
+
+
+def _whole_registry(path: Path) -> Mapping[str, Any] | None:
+    try:
+        return _parse_registry(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _parse_registry(text: str) -> Mapping[str, Any]:
+    """Return the registry of `text`; ValueError, KeyError or TypeError if it is none."""
+    registry = json.loads(text)
+    if not all(isinstance(entry["checkpoint_dir_name"], str) for entry in registry["checkpoint_results"]):
+        raise TypeError("checkpoint_dir_name")
     return registry

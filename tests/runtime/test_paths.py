@@ -6,12 +6,15 @@ import pytest
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.runtime.paths import (
+    REGISTRY_COPY,
     REGISTRY_FILE,
     Home,
+    RegistryKeeper,
     committed_checkpoints,
     find_run,
     forget_missing_checkpoints,
     home,
+    mend_registry,
     new_run_name,
     registered_checkpoints,
     write_text,
@@ -116,3 +119,32 @@ def test_a_damaged_registry_is_refused(tmp_path, text):
     (tmp_path / REGISTRY_FILE).write_text(text)
     with pytest.raises(CheckpointError, match=REGISTRY_FILE):
         committed_checkpoints(tmp_path)
+
+
+def test_a_registry_cut_off_in_its_writing_is_what_it_was_before(tmp_path):
+    keeper = RegistryKeeper(tmp_path)
+    keeper.keep()
+    register(tmp_path, [200, 400])
+    keeper.keep()
+    before = json.loads((tmp_path / REGISTRY_FILE).read_text())
+    register(tmp_path, [200, 400, 600])
+    whole = (tmp_path / REGISTRY_FILE).read_text()
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        (tmp_path / REGISTRY_FILE).write_text(whole[:length])
+        keeper.keep()
+        assert [path.name for path in committed_checkpoints(tmp_path)] == ["step_00000400", "step_00000200"]
+        assert mend_registry(tmp_path)
+        assert json.loads((tmp_path / REGISTRY_FILE).read_text()) == before
+        assert not mend_registry(tmp_path)
+
+
+def test_a_registry_is_copied_when_it_has_changed(tmp_path):
+    keeper = RegistryKeeper(tmp_path)
+    register(tmp_path, [200])
+    keeper.keep()
+    (tmp_path / REGISTRY_COPY).unlink()
+    keeper.keep()
+    assert not (tmp_path / REGISTRY_COPY).exists()
+    register(tmp_path, [200, 400])
+    keeper.keep()
+    assert (tmp_path / REGISTRY_COPY).read_text() == (tmp_path / REGISTRY_FILE).read_text()
