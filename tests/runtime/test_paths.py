@@ -32,7 +32,7 @@ def register(run_dir, steps, exist=None):
     run_dir.mkdir(parents=True, exist_ok=True)
     results = [{"checkpoint_dir_name": f"step_{step:08d}", "metrics": {"step": step}} for step in steps]
     for step in steps if exist is None else exist:
-        (run_dir / f"step_{step:08d}").mkdir()
+        (run_dir / f"step_{step:08d}").mkdir(exist_ok=True)
     registry = {
         "ray_version": "2.60.0",
         "checkpoint_results": results,
