@@ -11,6 +11,7 @@ RESULTS, DOCUMENTS = ROOT / "benchmarks" / "results", ROOT / "docs"
 Row = dict[str, Any]
 
 COLUMNS = {
+    "model": "model",
     "note": "what",
     "num_faults": "faults",
     "num_workers": "workers",
@@ -29,6 +30,7 @@ COLUMNS = {
     "resident_blocks": "resident blocks",
     "tokens_per_step": "tokens a step",
     "tokens_per_s": "tokens/s",
+    "step_s": "step, s",
     "model_tflops": "model TFLOPS",
     "card_matrix_tflops": "card's bf16 product, TFLOPS",
     "share_of_matrix_rate": "share",
@@ -36,6 +38,8 @@ COLUMNS = {
     "host_gib": "host GiB",
     "first_step_s": "first step, s",
     "ratio": "ratio",
+    "price_per_hour": "dollars an hour",
+    "price_per_million": "dollars a million tokens",
     "first_blocked_s": "first save: training stood still, s",
     "blocked_s": "later ones, s",
     "durable_s": "until durable, s",
@@ -119,11 +123,26 @@ def stream_conclusion(rows: list[Row]) -> str:
     return told
 
 
+def prediction_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of prediction.json show."""
+    of_model = [row for row in rows if row["model"] == "neox-20b"]
+    card, group = of_model[1], of_model[-1]
+    cost, speed = card["price_per_million"] / group["price_per_million"], card["tokens_per_s"] / group["tokens_per_s"]
+    return (
+        "**A prediction of the memory plan, not a measurement**: 25 GB/s each way over the link, 80 to 120 of the card's 155 "
+        f"TFLOPS. At {card['price_per_hour']:.2f} dollars an hour a million tokens of neox-20b cost "
+        f"{card['price_per_million']:.2f} dollars on one card that attains 100 TFLOPS, {cost:.0%} of what they cost on the "
+        f'{group["note"]}, at {speed:.1%} of its speed. (The "Flux 2" report gives 60% less cost at 55% less speed, of a model '
+        "of 1.4B parameters against four V100s.) Put in your own prices: they decide."
+    )
+
+
 CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "service": ("What Ray, MLflow and saving cost: flux2-seed on one GPU", service_conclusion),
     "drill": ("Kills at random steps", drill_conclusion),
     "drill-8-workers": ("Kills at random steps, 8 workers", drill_conclusion),
     "stream": ("neox-20b (20.55B) on one GPU of at most 45 GB, sequence 2,048", stream_conclusion),
+    "prediction": ("What to expect of one RTX A6000, and what it costs", prediction_conclusion),
     "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
 }
