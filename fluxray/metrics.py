@@ -53,33 +53,52 @@ class Throughput:
     """Positions per second and model FLOPs utilisation since the last reading.
 
     `flops_per_token` are those of forward and backward; `peak_tflops` is the rate of one device, of which there are
-    `num_devices`.
+    `num_devices`. `floor_rate` is the plan's positions per second with nothing lost, if there is a plan. `read_waits` returns for
+    how many seconds since it was last called the device has waited for fetches, and fetches for write-backs.
     """
 
-    def __init__(self, flops_per_token: float, peak_tflops: float, num_devices: int):
+    def __init__(
+        self,
+        flops_per_token: float,
+        peak_tflops: float,
+        num_devices: int,
+        floor_rate: float | None = None,
+        read_waits: Callable[[], tuple[float, float]] | None = None,
+    ):
         self._flops_per_token = flops_per_token
         self._peak = peak_tflops * 1e12 * num_devices
-        self._tokens = 0
+        self._floor_rate = floor_rate
+        self._read_waits = read_waits
+        self._tokens = self._steps = 0
         self._start = time.perf_counter()
 
     def add(self, num_tokens: int) -> None:
-        """Count positions of all ranks, padding included."""
+        """Count a step's positions of all ranks, padding included."""
         self._tokens += num_tokens
+        self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Return the rates since the last reading, and start anew. The device must have finished what was counted."""
+        """Return rates and waits since the last reading, and start anew. The device must have finished what was counted."""
         now = time.perf_counter()
         rate = self._tokens / max(now - self._start, 1e-9)
-        self._tokens, self._start = 0, now
-        return {"perf/tokens_per_s": rate, "perf/mfu": rate * self._flops_per_token / self._peak}
+        found = {"perf/tokens_per_s": rate, "perf/mfu": rate * self._flops_per_token / self._peak}
+        if self._floor_rate is not None:
+            found["perf/of_floor"] = rate / self._floor_rate
+        if self._read_waits is not None:
+            fetch, write = (seconds / max(self._steps, 1) for seconds in self._read_waits())
+            found |= {"perf/wait_fetch_s": fetch, "perf/wait_write_s": write}
+        self._tokens, self._steps, self._start = 0, 0, now
+        return found
 
     def pause(self) -> "Pause":
-        """Return a context whose time does not count: evaluation, saving."""
+        """Return a context whose time and waits do not count: evaluation, saving. A reading comes right before it."""
         return Pause(self)
 
-    def shift(self, seconds: float) -> None:
-        """Leave `seconds` out of the current reading."""
+    def leave_out(self, seconds: float) -> None:
+        """Leave the last `seconds`, and all waits until now, out of the current reading. The device must have finished."""
         self._start += seconds
+        if self._read_waits is not None:
+            self._read_waits()
 
 
 class Pause:
@@ -92,7 +111,7 @@ class Pause:
         self._entered = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._throughput.shift(time.perf_counter() - self._entered)
+        self._throughput.leave_out(time.perf_counter() - self._entered)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -344,8 +344,9 @@ class Report(NamedTuple):
     """What the trainer says: after `log_every` steps, after an evaluation, when a checkpoint is saved.
 
     `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `train/skipped_steps`,
-    `perf/tokens_per_s`, `perf/mfu`, `memory/...`, `eval/loss`, `eval/perplexity`), except rates, memory and seconds, which are
-    the rank's own. A loss or gradient norm that is not finite is left out.
+    `perf/tokens_per_s`, `perf/mfu`, `perf/of_floor`, `perf/wait_fetch_s`, `perf/wait_write_s`, `memory/...`, `eval/loss`,
+    `eval/perplexity`), except rates, memory and seconds, which are the rank's own. A loss or gradient norm that is not finite is
+    left out.
     """
 
     step: int

@@ -44,7 +44,8 @@ class Hooks:
     """What the loop calls.
 
     `eval_batches` gives the held-out batches anew each time, in the groups that go through the model together. `save` starts to
-    write a checkpoint of the state; the one before is durable when it is called. `memory` returns the memory metrics.
+    write a checkpoint of the state; the one before is durable when it is called. `memory` returns
+    the memory metrics after a step that the device has finished.
     `should_stop` is asked after each step, on every rank, and gives the same answer on all. `report` receives every Report, on
     every rank; `notify` one line for the user.
     """
@@ -52,7 +53,7 @@ class Hooks:
     batches: BatchSource
     eval_batches: Callable[[], Iterable[Sequence[Batch]]]
     save: Callable[[RunState], SavedCheckpoint]
-    memory: Callable[[], dict[str, float]]
+    memory: Callable[[int], dict[str, float]]
     should_stop: Callable[[RunState], bool]
     report: Callable[[Report], None]
     notify: Callable[[str], None]
@@ -171,7 +172,7 @@ class Trainer:
             metrics |= {"train/lr": pending.lr, "train/tokens": float(num_tokens)}
             metrics["train/skipped_steps"] = float(state.num_skipped + len(faults))
             if index == len(self._pending) - 1:
-                metrics |= self._throughput.read() | self._hooks.memory()
+                metrics |= self._throughput.read() | self._hooks.memory(pending.step)
             self._loss = loss if math.isfinite(loss) else self._loss
             self._hooks.report(Report(pending.step, metrics))
         self._tell_skipped(faults)

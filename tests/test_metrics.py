@@ -84,6 +84,22 @@ def test_pauses_do_not_count(clock: list[float]) -> None:
     assert throughput.read()["perf/tokens_per_s"] == 4.0
 
 
+def test_a_plans_floor_and_the_waits_of_a_step_are_told(clock: list[float]) -> None:
+    waits = [(3.0, 1.0), (50.0, 50.0), (2.0, 0.5)]
+    throughput = Throughput(1.0, 1.0, 1, floor_rate=40.0, read_waits=lambda: waits.pop(0))
+    for _ in range(4):
+        throughput.add(25)
+    clock[0] += 5.0
+    found = throughput.read()
+    assert (found["perf/of_floor"], found["perf/wait_fetch_s"], found["perf/wait_write_s"]) == (0.5, 0.75, 0.25)
+    with throughput.pause():  # what an evaluation waits for is no step's
+        clock[0] += 50.0
+    throughput.add(25)
+    clock[0] += 1.0
+    found = throughput.read()
+    assert (found["perf/of_floor"], found["perf/wait_fetch_s"], found["perf/wait_write_s"]) == (0.625, 2.0, 0.5)
+
+
 def test_reading_at_once_divides_by_no_zero(clock: list[float]) -> None:
     throughput = Throughput(1.0, 1.0, 1)
     assert throughput.read() == {"perf/tokens_per_s": 0.0, "perf/mfu": 0.0}

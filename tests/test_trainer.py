@@ -105,7 +105,7 @@ class Run:
             self.open,
             self.eval_batches,
             self.save,
-            lambda: memory,
+            lambda step: memory,
             lambda at: at.step == self.stop_at,
             self.reports.append,
             self.notices.append,

@@ -17,6 +17,26 @@ def table(plan: MemoryPlan) -> list[str]:
     return [*_places(plan), *_speed(plan), *hardware]
 
 
+def summary(plan: MemoryPlan) -> list[str]:
+    """Return the plan in two lines: where it takes how much of what there is, and what a step waits for."""
+    policy, speed = plan.policy, plan.speed
+    limits = {"device": plan.hardware.device_bytes, "host": plan.host_limit}
+    needed = {"device": plan.device_bytes, "host": plan.host_bytes}
+    places = ", ".join(
+        f"{place} {_gib(needed[place])}" + (f" of {_gib(limit)}" if limit is not None else "") + " GiB"
+        for place, limit in limits.items()
+    )
+    how = (
+        f"; {policy.resident_blocks} of {len(plan.demand.blocks)} blocks resident, {policy.kept_blocks} keep activations, logits "
+        f"of {policy.epilogue_tokens:,} tokens at once"
+    )
+    return [
+        f"plan: {places}{how if plan.demand.engine == 'stream' else ''}",
+        f"plan: {_seconds(speed.seconds)} a step, {plan.demand.tokens / speed.seconds:,.0f} tokens/s; bound by {_bounds(plan)}; "
+        f"floor {_seconds(speed.floor)}",
+    ]
+
+
 def reason(plan: MemoryPlan) -> str:
     """Return in one line where a plan that does not fit lacks how much, and what takes most there."""
     words: list[str] = []
@@ -76,15 +96,19 @@ def _speed(plan: MemoryPlan) -> Iterator[str]:
     rows = plan.demand.rank_rows * plan.demand.num_ranks
     rates = f"{tokens / speed.seconds:,.0f} tokens/s, {rows / speed.seconds:.3g} rows/s"
     yield f"{'speed':<18}{_seconds(speed.seconds)} a step, {rates}"
-    shares = sorted(speed.by.items(), key=lambda item: -item[1])
-    words = ", ".join(f"{name} {seconds / speed.seconds:.0%}" for name, seconds in shares if seconds >= 0.005 * speed.seconds)
-    yield f"{'bound by':<18}{words}"
+    yield f"{'bound by':<18}{_bounds(plan)}"
     yield f"{'floor':<18}{_seconds(speed.floor)} a step; expected are {BLOCK_SHARE:.0%} of the matrix rate inside the blocks"
     if speed.hiding_tokens is not None:
         where = "above" if tokens >= speed.hiding_tokens else "below"
         yield f"{'transfers':<18}hide from {speed.hiding_tokens:,} tokens a step on; this run is {where}"
     if plan.demand.num_ranks > 1:
         yield f"{'left out':<18}what the ranks exchange"
+
+
+def _bounds(plan: MemoryPlan) -> str:
+    speed = plan.speed
+    shares = sorted(speed.by.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {seconds / speed.seconds:.0%}" for name, seconds in shares if seconds >= 0.005 * speed.seconds)
 
 
 def _gib(count: int) -> str:

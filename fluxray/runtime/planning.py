@@ -85,15 +85,18 @@ def nearest(config: TrainConfig, found: MemoryPlan) -> list[str]:
     return []
 
 
-def model_spec(config: TrainConfig) -> ModelSpec:
-    """Return the spec of the configured model, from the meta device; ConfigError for a model that does not exist."""
+def model_spec(config: TrainConfig, num_tokenizer_entries: int | None = None) -> ModelSpec:
+    """Return the spec of the configured model, from the meta device; ConfigError for a model that does not exist.
+
+    The tokenizer's entries make the vocabulary of a model that leaves it open.
+    """
     dtype = torch.bfloat16 if config.precision == "mixed-bf16" else torch.float32
     if flux.is_flux(config.model):
         model: nn.Module = flux.meta_transformer(config.model)
         nn.Module.to(model, dtype)  # diffusers' own warns
         names = [f"{path}.{index}" for path, blocks in find_block_lists(model) for index in range(len(blocks))]
         return read_spec(model, names, lambda num_rows: flux.run_transformer(model, num_rows), flux.row_tokens())
-    stack = build_causal_lm(config.model, config.seed, config.data.vocab_size).to(dtype)
+    stack = build_causal_lm(config.model, config.seed, num_tokenizer_entries or config.data.vocab_size).to(dtype)
     length = config.data.max_slice
 
     def forward(num_rows: int) -> Tensor:
@@ -153,7 +156,9 @@ def hardware(config: TrainConfig) -> Hardware:
     host = figure("host_memory", lambda: psutil.virtual_memory().total, (GIB, "GiB"), "read from this machine")
     link, bandwidth = given.link, given.memory_bandwidth
     if wants_gpu:
-        whole = figure("device_memory", lambda: torch.cuda.get_device_properties(device).total_memory, (1e9, "GB"), "read")
+        share = min(config.resources.gpu, 1)
+        total = torch.cuda.get_device_properties
+        whole = figure("device_memory", lambda: share * total(device).total_memory, (1e9, "GB"), "read")
         bandwidth = figure("memory_bandwidth", lambda: probe.probe_memory_bandwidth(device), (1e9, "GB/s"), "measured")
     else:
         whole = host
@@ -161,6 +166,12 @@ def hardware(config: TrainConfig) -> Hardware:
         link = figure("link", lambda: probe.probe_link(device), (1e9, "GB/s each way"), "measured")
     tflops = figure("tflops", lambda: probe.probe_tflops(device, dtype), (1, "TFLOPS"), "measured")
     return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
+
+
+def is_complete(config: TrainConfig) -> bool:
+    """Return whether `hardware.*` holds every figure of the plan, so that any machine can make it."""
+    needed = {"host_memory": "", "tflops": "", **(_open_keys(config) if config.resources.gpu > 0 else {})}
+    return all(getattr(config.hardware, key) is not None for key in needed)
 
 
 def _open_keys(config: TrainConfig) -> Mapping[str, str]:

@@ -52,6 +52,7 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         heartbeat=reporter.heartbeat,
         checkpoints=reporter.checkpoints,
         notify=reporter.notify,
+        publish=reporter.publish,
     )
     try:
         if assignment.tracking is not None:
@@ -126,6 +127,11 @@ class Reporter:
         """Show one line to the user; only rank 0's are shown."""
         if self._rank == 0:
             self._board.notify.remote(text)
+
+    def publish(self, name: str) -> None:
+        """Have MLflow keep a file of the run's folder."""
+        if self._writer is not None:
+            self._writer.artifact(name)
 
     def close(self) -> None:
         """Leave what MLflow has not got yet to the driver."""

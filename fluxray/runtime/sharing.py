@@ -1,6 +1,6 @@
-"""A card that several runs share, each with `resources.gpu` below 1: what a run may take of it where NVIDIA's MPS server runs.
+"""What a run may take of its card: `hardware.device_memory`, and with `resources.gpu` below 1 a share of one that others use too.
 
-PyTorch's allocator is held to the share everywhere (`worker.py`). An MPS server, which lets kernels of several processes run
+PyTorch's allocator is held to that everywhere. An MPS server, which lets kernels of several processes run
 side by side, also bounds multiprocessors and memory for the whole process. Both limits are read from the environment when a
 process first uses CUDA, which Ray Train does before it calls the worker: so they are part of the worker's environment.
 """
@@ -8,12 +8,29 @@ process first uses CUDA, which Ray Train does before it calls the worker: so the
 import os
 from pathlib import Path
 
+from fluxray.errors import ConfigError
+from fluxray.memory.estimate import CONTEXT_BYTES
 from fluxray.runtime.system import visible_gpus
 
 PIPES = "/tmp/nvidia-mps"
 """Where an MPS server listens unless CUDA_MPS_PIPE_DIRECTORY says otherwise."""
 
 MIB = 2**20
+
+
+def allocator_share(asked: float, device_memory: int | None, total: int, used: int) -> float:
+    """Return the share of a card of `total` bytes that PyTorch's allocator may take.
+
+    `asked` is `resources.gpu`, beside which the CUDA context is not counted; in `device_memory` (bytes) it is. `used` bytes are
+    taken before anything is allocated: by the context, and by others on a shared card. Raises ConfigError for a smaller card.
+    """
+    if device_memory is None:
+        return min(asked, 1.0)
+    if device_memory > total:
+        raise ConfigError(
+            f"hardware.device_memory: {device_memory / 1e9:.4g} GB, but the card has {total / 1e9:.4g} GB; lower it, or set null"
+        )
+    return max(0.0, min(asked, (device_memory - min(used, CONTEXT_BYTES)) / total))
 
 
 def served_card() -> int | None:

@@ -107,6 +107,7 @@ def _train(config: TrainConfig, label: str, rank: int) -> tuple[str, RunSummary]
         heartbeat=lambda _: stop.is_set(),
         checkpoints=committed(run.run_dir),
         notify=_say if rank == 0 else _say_nothing,
+        publish=writer.artifact if writer is not None else _say_nothing,
     )
     dist.barrier()  # every rank has listed the checkpoints before one is written or deleted
     try:

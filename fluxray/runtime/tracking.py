@@ -164,6 +164,10 @@ class MetricWriter:
         """Write all `metrics` at `step` to the spool."""
         self._append({"step": step, "time": _now(), "metrics": {key: float(value) for key, value in metrics.items()}})
 
+    def artifact(self, name: str) -> None:
+        """Have MLflow keep a file of the run's folder, as it is when its turn comes."""
+        self._append({"artifact": name})
+
     def flush(self) -> None:
         """Make what was logged durable: a run that goes on from a checkpoint does not repeat the steps before it."""
         self._write(durably=True)

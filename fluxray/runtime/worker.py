@@ -16,9 +16,11 @@ from fluxray import checkpoint
 from fluxray.config.schema import TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.text import TextData, prepare_text
+from fluxray.engine.stream import StreamEngine
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export import MODEL_DIR
-from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
+from fluxray.memory.plan import MemoryPlan
+from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_config
 from fluxray.models.verify import check_stack
 from fluxray.optim.schedule import build_schedule
@@ -27,7 +29,12 @@ from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirror
 from fluxray.runtime.engines import build_engine
 from fluxray.runtime.mirroring import Uploads
+from fluxray.runtime.paths import write_text
+from fluxray.runtime.planned import PLAN_FILE, plan_worker, refuse_misfit
+from fluxray.runtime.planning import describe
+from fluxray.runtime.runwatch import RunWatch
 from fluxray.runtime.saver import Saver
+from fluxray.runtime.sharing import allocator_share
 from fluxray.tasks.lm import LmTask
 from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
 
@@ -39,7 +46,7 @@ class WorkerContext:
     `run_dir` is the run's folder on shared storage, `cache_dir` holds tokenised data and trained tokenizers. Every rank calls
     `report` with the same Reports, and `heartbeat` with the step after each step; that returns whether the run should stop, and
     one rank's word is enough. `checkpoints` are the committed ones to resume from, newest first. `notify` takes one line for the
-    user, on rank 0 only.
+    user, `publish` the name of a file in the run's folder for the tracker, both on rank 0 only.
     """
 
     rank: int
@@ -51,10 +58,12 @@ class WorkerContext:
     heartbeat: Callable[[int], bool]
     checkpoints: Sequence[Path]
     notify: Callable[[str], None]
+    publish: Callable[[str], None] = lambda _: None
 
 
 def preflight(config: TrainConfig, cache_dir: Path) -> None:
     """Do on the driver all that can be found wrong before anything is started: data, tokenizer and model. Raises FluxrayError."""
+    refuse_misfit(config)
     data = load_data(config, cache_dir)
     model_config = library_config(config.model, data.num_tokenizer_entries)
     longest = getattr(model_config, "max_position_embeddings", None)
@@ -71,18 +80,19 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
     initial = RunState(seed=config.seed, schedule=build_schedule(config.optim, config.train.num_steps))
     state = _resume(parts, context, initial)
     if context.rank == 0:
-        _describe_run(parts, context.run_dir)
+        _describe_run(config, parts, context)
         context.notify(parts.data.summary())
     uploads = _start_uploads(config, context)
     if state is not initial:
         uploads.follow(SavedCheckpoint(context.run_dir / checkpoint.directory_name(state.step), lambda: 0.0))
     asynchronous = config.checkpoint.asynchronous and config.engine.kind == "sharded"  # a streamed model has no room for a copy
     saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), asynchronous)
+    watch = RunWatch(config.engine.kind, parts.device, context.notify)
     hooks = Hooks(
         batches=parts.loader.train_batches,
         eval_batches=lambda: parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows),
         save=lambda at: uploads.follow(saver.save(at, parts.engine.state_items())),
-        memory=lambda: memory_metrics(parts.device),
+        memory=watch.memory,
         should_stop=lambda at: parts.ranks.any(context.heartbeat(at.step)),
         report=context.report,
         notify=context.notify,
@@ -129,25 +139,29 @@ class Parts:
     engine: Engine
     loader: Loader
     throughput: Throughput
+    plan: MemoryPlan | None
     flops_per_token: float
     device: torch.device
     ranks: Ranks
 
 
 def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
-    """Build data, task, model, engine and loader, in this order."""
+    """Build data, task, model, plan, engine and loader, in this order."""
     device = _prepare_torch(config, context.local_rank)
     ranks = _host_ranks(config, context.num_ranks)
     data = ranks.together(lambda: load_data(config, context.cache_dir))
     task = LmTask(data.pad_id, config.compile)
     stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
-    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks)
+    plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify)
+    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, plan.policy if plan else None)
     loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    peak_tflops = config.hardware.tflops or measure_matrix_tflops(device, dtype)
-    throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks)
-    return Parts(data, stack, engine, loader, throughput, flops_per_token, device, ranks)
+    peak_tflops = plan.hardware.tflops if plan else config.hardware.tflops or measure_matrix_tflops(device, dtype)
+    floor_rate = plan.demand.tokens / plan.speed.floor if plan else None
+    read_waits = engine.read_waits if isinstance(engine, StreamEngine) else None
+    throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks, floor_rate, read_waits)
+    return Parts(data, stack, engine, loader, throughput, plan, flops_per_token, device, ranks)
 
 
 def _host_ranks(config: TrainConfig, num_ranks: int) -> Ranks:
@@ -169,8 +183,10 @@ def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
         raise ConfigError(f"resources.gpu: {config.resources.gpu:g}, but torch finds no GPU here; choose --profile cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    if config.resources.gpu < 1:  # the CUDA context, some 0.5 GB a process, is not counted
-        torch.cuda.set_per_process_memory_fraction(config.resources.gpu, device)
+    free, total = torch.cuda.mem_get_info(device)  # begins the CUDA context
+    share = allocator_share(config.resources.gpu, config.hardware.device_memory, total, total - free)
+    if share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, device)
     return device
 
 
@@ -224,10 +240,14 @@ def _start_uploads(config: TrainConfig, context: WorkerContext) -> Uploads:
     return uploads
 
 
-def _describe_run(parts: Parts, run_dir: Path) -> None:
-    """Put the library's config.json and the tokenizer beside the run, for evaluation and export."""
+def _describe_run(config: TrainConfig, parts: Parts, context: WorkerContext) -> None:
+    """Put the plan beside the run, and the library's config.json and the tokenizer, for evaluation and export."""
+    run_dir = context.run_dir
     parts.stack.model.config.save_pretrained(run_dir / MODEL_DIR)
     shutil.copytree(parts.data.tokenizer_dir, run_dir / "tokenizer", dirs_exist_ok=True)
+    if parts.plan is not None:
+        write_text(run_dir / PLAN_FILE, "\n".join([*describe(config, parts.plan, run_dir.name), ""]))
+        context.publish(PLAN_FILE)
 
 
 if __name__ == "__main__":

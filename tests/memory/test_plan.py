@@ -4,7 +4,7 @@ import pytest
 
 from fluxray.memory.plan import Wanted, plan
 from fluxray.memory.speed import LINK_IN
-from fluxray.memory.table import comparison, table
+from fluxray.memory.table import comparison, summary, table
 from tests.memory.helpers import GIB, planned
 
 STEP_16K = ("batch.micro_size=4", "batch.accumulation_steps=2")
@@ -157,6 +157,14 @@ def test_measured_bytes_are_told_beside_the_planned():
     assert lines[1].startswith("memory of host blocks: planned 93.43 GiB, measured 50.00 GiB, -46.5%")
     with pytest.raises(ValueError, match="device x is not in the plan"):
         comparison(found, {"device x": 1})
+
+
+def test_a_summary_is_two_lines_with_what_bounds_a_step():
+    first, second = summary(planned("neox-20b"))
+    assert (
+        first.startswith("plan: device 3") and " of 41.9 GiB, host 97.4 of 121.6 GiB; 0 of 44 blocks resident, 0 keep " in first
+    )
+    assert "bound by arithmetic 99%" in second and second.startswith("plan: ") and "; floor " in second
 
 
 def test_the_categories_of_the_table_add_up():

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fluxray.runtime.sharing import served_card
+from fluxray.errors import ConfigError
+from fluxray.runtime.sharing import allocator_share, served_card
 
 
 @pytest.fixture
@@ -34,3 +35,26 @@ def test_the_card_of_this_process_counts_and_only_where_an_mps_server_listens(tm
     assert served_card() == 80 * 10**9
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert served_card() is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "device_memory", "used", "share"),
+    [
+        (1, None, 0.4e9, 1),
+        (2, None, 0.4e9, 1),
+        (0.25, None, 0.4e9, 0.25),
+        (1, 45e9, 0.5e9, 44.5 / 50),
+        (1, 45e9, 20e9, 44.4 / 50),  # others are on the card; a context is counted as the plan does
+        (0.5, 45e9, 0.5e9, 0.5),
+        (0.5, 20e9, 0.5e9, 19.5 / 50),
+        (1, 0.1e9, 0.5e9, 0),
+    ],
+)
+def test_the_allocator_gets_what_the_context_leaves_of_the_limit(asked, device_memory, used, share):
+    limit = None if device_memory is None else int(device_memory)
+    assert allocator_share(asked, limit, 50 * 10**9, int(used)) == pytest.approx(share)
+
+
+def test_a_card_smaller_than_the_plan_believes_is_refused():
+    with pytest.raises(ConfigError, match=r"^hardware\.device_memory: 45 GB, but the card has 24 GB; lower it, or set null$"):
+        allocator_share(1, 45 * 10**9, 24 * 10**9, 10**9)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -142,6 +143,21 @@ def test_the_thread_sends_while_training_goes_on(run):
         time.sleep(0.1)
     assert history(target, "train/loss") == [(1, 1.0)]
     sink.close()
+
+
+def test_a_file_of_the_run_becomes_an_artifact_as_often_as_it_is_published(run):
+    target, _, run_dir = run
+    for text in ("first", "second"):
+        (run_dir / "plan.txt").write_text(text)
+        sink = MetricWriter(target, lambda text: None)
+        sink.log(1, {"train/loss": 1.0})
+        sink.artifact("plan.txt")
+        sink.log(2, {"train/loss": 2.0})
+        sink.close()
+        send(target)
+        path = client(target).download_artifacts(runs(target)[0].info.run_id, "plan.txt")
+        assert Path(path).read_text() == text
+    assert history(target, "train/loss") == [(1, 1.0), (2, 2.0)]
 
 
 def test_the_machine_is_read_by_the_second_and_a_resume_goes_on(where):

@@ -296,13 +296,23 @@ if __name__ == "__main__":
     (GOLDEN / "lm-tiny.json").write_text(json.dumps([round(loss, 6) for loss in losses]) + "\n")
 
 
-@pytest.mark.parametrize(("gpu", "limited"), [(0.25, [(0.25, 1)]), (1, [])])
-def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch: pytest.MonkeyPatch, gpu: float, limited: list) -> None:
+@pytest.mark.parametrize(
+    ("words", "limited"),
+    [
+        (["resources.gpu=0.25"], [(0.25, 1)]),
+        (["resources.gpu=1"], []),
+        (["resources.gpu=1", "hardware.device_memory=45GB"], [(0.89, 1)]),
+        (["resources.gpu=0.25", "hardware.device_memory=45GB"], [(0.25, 1)]),
+    ],
+)
+def test_a_run_takes_its_share_of_a_gpu_and_no_more_than_the_plan_has(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], limited: list
+) -> None:
     calls: list[tuple[float, int | None]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: calls.append((share, device.index)))
-    config = small(f"resources.gpu={gpu}")
-    assert worker._prepare_torch(config, local_rank=3) == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(49.5e9), int(50e9)))
+    assert worker._prepare_torch(small(*words), local_rank=3) == torch.device("cuda", 1)
     assert calls == limited
