@@ -15,8 +15,7 @@ fetched again. All losses are known before anything steps. In clip mode `exact` 
 norm of all is known, and is applied when the block next comes by: in the following forward, or in `flush`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,39 +28,16 @@ from fluxray.engine.stream_blocks import Blocks, Update
 from fluxray.engine.stream_compute import Computation, Graph, Tensors, gradient_of, with_leaves
 from fluxray.engine.stream_gradients import GradientSink
 from fluxray.engine.stream_layout import empty_bytes
+from fluxray.engine.stream_pass import Pass
 from fluxray.engine.stream_step import Given, Stepper
 from fluxray.engine.stream_store import BlockStore, StreamSettings, Unit, split_parameters, tied_names
+from fluxray.engine.stream_timeline import StreamBytes
 from fluxray.engine.stream_transfers import Transfers, transfers_of
 from fluxray.protocols import Batch, BlockStack, LossFn, LossOutput, State, StateItem, StateReader, StepOutput
 from fluxray.seeding import derive_seed
 
-
-@dataclass
-class Pass:
-    """One optimizer step under way. `carry_gradients[k]` and `shared_gradients[k]` are those of micro-batch k, so far.
-
-    `shared_names` are the shared tensors that the loss can be differentiated by, `ok` holds 1 or 0 for each clip unit.
-    """
-
-    batches: Sequence[Batch]
-    embedded: Sequence[State]
-    shared_names: Sequence[str]
-    divisor: float
-    lr: float
-    seed: int
-    loss_sum: Tensor
-    carry_gradients: list[Tensors] = field(default_factory=list)
-    shared_gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    ok: list[Tensor] = field(default_factory=list)
-
-    def add_shared(self, k: int, leaves: State) -> None:
-        """Add what has come to the shared leaves of micro-batch k, in fp32."""
-        held = self.shared_gradients[k]
-        for name in self.shared_names:
-            leaf = leaves.shared[name]
-            if leaf is not None and leaf.grad is not None:
-                held[name] = leaf.grad.float() if name not in held else held[name].add_(leaf.grad)
+Observer = Callable[[str, int, int], None]
+"""Is told of a phase of a step that has been queued, with its block and micro-batch, -1 where there is none."""
 
 
 class StreamEngine:
@@ -93,16 +69,21 @@ class StreamEngine:
         tied = {name: outside[name].shape for name in sorted(tied_names(stack.model))}
         self._gradients = GradientSink(max(unit.layout.num_gradients for unit in self._units), device)
         self._outside_gradients = GradientSink(self._outside.layout.num_gradients, device, tied)
+        self._observe: Observer = _unobserved
         self._materialise(precision)
 
     def train_step(self, micro_batches: Sequence[Batch], lr: float) -> StepOutput:
         """Forward, backward, clip and step over the micro-batches of one global batch."""
         self._stack.train()
+        self._observe("begin", -1, -1)
         step = self._begin(micro_batches, lr)
+        self._observe("prologue", -1, -1)
         graphs = self._forward_blocks(step)
         self._backward_blocks(step, graphs)
         self._backward_prologues(step)
         norm = self._step_outside(step)
+        self._observe("end", -1, -1)
+        self._observe = _unobserved
         num_valid = torch.full((), float(sum(batch.num_valid for batch in micro_batches)), device=self._device)
         return StepOutput(step.loss_sum / step.divisor, norm, num_valid, 1 - torch.stack(step.ok).mean())
 
@@ -124,6 +105,24 @@ class StreamEngine:
             for _ in self._blocks.visit(self._blocks.all):
                 pass
         self._transfers.synchronize()
+
+    def watch(self, observer: Observer) -> None:
+        """Tell `observer` of each phase of the next step: begin, prologue, forward, backward, step, prologue again, end."""
+        self._observe = observer
+
+    def held_bytes(self) -> StreamBytes:
+        """Return how much is allocated for good."""
+        outside = self._outside.layout
+        weights, states, held_back = self._store.resident_bytes
+        gradients = self._gradients.num_bytes + self._outside_gradients.num_bytes + held_back
+        slots = self._store.slot_bytes
+        return StreamBytes(self._store.host_bytes, outside.weight_bytes, outside.state_bytes, weights, states, gradients, slots)
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that are held for good, on host and device."""
+        yield from self._store.tensors()
+        yield from (*self._outside.memory, *self._gradients.tensors(), *self._outside_gradients.tensors())
+        yield from (*self._stack.model.buffers(), *self._stepper.steps.values())
 
     def read_waits(self) -> tuple[float, float]:
         """Return for how many seconds the device has waited for fetches, and fetches for write-backs, since the last reading."""
@@ -205,7 +204,9 @@ class StreamEngine:
         if graphs:
             state = state._replace(carry=graphs[-1][k].carry)
         with self._units[index].saving_places():
-            return self._model.differentiable_block(index, state, step.shared_names)
+            graph = self._model.differentiable_block(index, state, step.shared_names)
+        self._observe("forward", index, k)
+        return graph
 
     def _backward_blocks(self, step: Pass, graphs: list[list[Graph]]) -> None:
         """Differentiate block after block and step each, or hold its gradient back; empties `graphs`."""
@@ -222,7 +223,9 @@ class StreamEngine:
                 step.carry_gradients[k] = tuple(gradient_of(leaf) for leaf in graph.leaves.carry)
                 step.add_shared(k, graph.leaves)
                 del graph
+                self._observe("backward", index, k)
             self._take_gradient(index, step)
+            self._observe("step", index, -1)
 
     def _backward_epilogue(self, step: Pass, k: int, carry: Tensors) -> Tensors:
         """Take the loss of micro-batch k and return its gradient by the last block's output."""
@@ -235,13 +238,14 @@ class StreamEngine:
 
     def _backward_prologues(self, step: Pass) -> None:
         self._outside_gradients.begin_second_use()
-        for batch, carry, shared in zip(step.batches, step.carry_gradients, step.shared_gradients, strict=True):
-            state = self._model.prologue(batch)
+        for k, batch in enumerate(step.batches):
+            carry, shared, state = step.carry_gradients[k], step.shared_gradients[k], self._model.prologue(batch)
             pairs = [*zip(state.carry, carry, strict=True), *((state.shared[name], shared[name]) for name in shared)]
             wanted = [(tensor, grad.to(tensor.dtype)) for tensor, grad in pairs if tensor is not None and tensor.requires_grad]
             if wanted:
                 tensors, gradients = zip(*wanted, strict=True)
                 torch.autograd.backward(tensors, gradients)
+            self._observe("prologue again", -1, k)
 
     def _take_gradient(self, index: int, step: Pass) -> None:
         """Use the whole gradient of a block: step it, or hold the gradient back until all norms are known."""
@@ -288,3 +292,7 @@ class StreamEngine:
 
     def _clip_unit(self, unit: Unit, name: str) -> str:
         return name if unit is self._outside else unit.prefix
+
+
+def _unobserved(phase: str, block: int, micro_batch: int) -> None:
+    """Nobody watches this step."""

@@ -25,6 +25,15 @@ class GradientSink:
         self._touched_again: set[str] = set()
         self._in_second_use = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return what is held for good."""
+        return [self._flat, *self._second.values()]
+
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take each gradient of `parameters` (by their names in the layout) as soon as backward has it, and free it."""
         for name, parameter in parameters.items():

@@ -152,11 +152,31 @@ class BlockStore:
         self.gradients = ring(2, 2) if gradient is not None else None
         self.host_bytes = sum(buffer.numel() for buffer in self._host.buffers)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots on the device."""
+        return sum(slot.memory.nbytes for ring in self._rings for slot in ring.slots)
+
+    @property
+    def resident_bytes(self) -> tuple[int, int, int]:
+        """Bytes of weights, states and held-back gradients of the blocks that stay on the device."""
+        rings = (self.weights, self.states, self.gradients)
+        weights, states, gradients = (sum(t.nbytes for t in ring.resident.values()) if ring else 0 for ring in rings)
+        return weights, states, gradients
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all that is held for good, on host and device."""
+        for ring in self._rings:
+            yield from (*ring.host, *ring.resident.values(), *(slot.memory for slot in ring.slots))
+
+    @property
+    def _rings(self) -> list[Ring]:
+        return [ring for ring in (self.weights, self.states, self.gradients) if ring is not None]
+
     def forget(self) -> None:
         """Hold nothing on the device: what is in `memory` has been replaced."""
-        for ring in (self.weights, self.states, self.gradients):
-            if ring is not None:
-                ring.forget()
+        for ring in self._rings:
+            ring.forget()
 
     def close(self) -> None:
         """Give the page-locked memory back."""
