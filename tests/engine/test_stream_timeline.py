@@ -69,13 +69,15 @@ def test_each_forward_keeps_its_input_and_each_backward_frees_it(num_micro_batch
     assert max(point.peak - point.held for point in timeline.points) > 4 * carry  # activations of a block
 
 
-def test_what_is_held_for_good_is_what_the_layouts_say():
-    engine = stream_engine(CASE, StreamSettings(weight_slots=2, state_slots=3, resident_blocks=1))
+@pytest.mark.parametrize("mode", ["exact", "previous"])
+def test_what_is_held_for_good_is_what_the_layouts_say(mode):
+    engine = stream_engine(replace(CASE, clip=mode), StreamSettings(weight_slots=2, state_slots=3, resident_blocks=1))
     unit, outside = engine._units[0].layout, engine._outside.layout
+    back = 4 * unit.num_gradients if mode == "exact" else 0
     held = engine.held_bytes()
-    assert held.host_blocks == (NUM_BLOCKS - 1) * (unit.weight_bytes + unit.state_bytes)
+    assert held.host_blocks == (NUM_BLOCKS - 1) * (unit.weight_bytes + unit.state_bytes + back)
     assert (held.outside_weights, held.outside_states) == (outside.weight_bytes, outside.state_bytes)
     assert (held.resident_weights, held.resident_states) == (unit.weight_bytes, unit.state_bytes)
-    assert held.slots == 2 * unit.weight_bytes + 3 * unit.state_bytes + 2 * 4 * unit.num_gradients  # of clip mode exact
-    assert held.gradients == 4 * (2 * unit.num_gradients + outside.num_gradients)
+    assert held.slots == 2 * unit.weight_bytes + 3 * unit.state_bytes + 2 * back
+    assert held.gradients == 4 * (unit.num_gradients + outside.num_gradients) + back
     assert held.device == sum(held[1:])
