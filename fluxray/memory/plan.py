@@ -71,6 +71,14 @@ class MemoryPlan:
         return sum(self.bytes.disk.values())
 
     @property
+    def by_name(self) -> dict[str, int]:
+        """Planned bytes by `device`, `host` and `disk` for totals, and by a place and a category, such as `device slots`."""
+        found = {"device": self.device_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
+        for place in tuple(found):
+            found.update({f"{place} {name}": n for name, n in getattr(self.bytes, place).items()})
+        return found
+
+    @property
     def host_limit(self) -> int | None:
         """Bytes of the host that a run may take."""
         return None if self.hardware.host_bytes is None else int(HOST_SHARE * self.hardware.host_bytes)

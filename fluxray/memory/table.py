@@ -57,7 +57,7 @@ def comparison(plan: MemoryPlan, measured: Mapping[str, int]) -> list[str]:
 
     Keys are `device`, `host` and `disk` for totals, or a place and a category, such as `device slots`. ValueError for others.
     """
-    planned = _planned(plan)
+    planned = plan.by_name
     unknown = [name for name in measured if name not in planned]
     if unknown:
         raise ValueError(f"{unknown[0]} is not in the plan; it has {', '.join(planned)}")
@@ -66,13 +66,6 @@ def comparison(plan: MemoryPlan, measured: Mapping[str, int]) -> list[str]:
         ratio = f", {(found - planned[name]) / planned[name]:+.1%}" if planned[name] else ""
         lines.append(f"memory of {name}: planned {planned[name] / GIB:.2f} GiB, measured {found / GIB:.2f} GiB{ratio}")
     return lines
-
-
-def _planned(plan: MemoryPlan) -> dict[str, int]:
-    planned = {"device": plan.device_bytes, "host": plan.host_bytes, "disk": plan.disk_bytes}
-    for place in tuple(planned):
-        planned.update({f"{place} {name}": n for name, n in getattr(plan.bytes, place).items()})
-    return planned
 
 
 def _places(plan: MemoryPlan) -> Iterator[str]:

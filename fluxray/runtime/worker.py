@@ -87,13 +87,27 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
         uploads.follow(SavedCheckpoint(context.run_dir / checkpoint.directory_name(state.step), lambda: 0.0))
     asynchronous = config.checkpoint.asynchronous and config.engine.kind == "sharded"  # a streamed model has no room for a copy
     saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), asynchronous)
-    watch = RunWatch(config.engine.kind, parts.device, context.notify)
+    watch = RunWatch(
+        parts.engine,
+        parts.plan,
+        parts.device,
+        context.run_dir,
+        context.notify,
+        context.publish,
+        parts.throughput.pause,
+        traces=parts.device.type == "cuda" or not config.compile,
+    )
+
+    def should_stop(at: RunState) -> bool:
+        watch.stepped()
+        return parts.ranks.any(context.heartbeat(at.step))
+
     hooks = Hooks(
         batches=parts.loader.train_batches,
         eval_batches=lambda: parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows),
         save=lambda at: uploads.follow(saver.save(at, parts.engine.state_items())),
         memory=watch.memory,
-        should_stop=lambda at: parts.ranks.any(context.heartbeat(at.step)),
+        should_stop=should_stop,
         report=context.report,
         notify=context.notify,
     )

@@ -18,6 +18,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import PlanError
 from fluxray.export import export_run
 from fluxray.protocols import Report
+from fluxray.runtime import runwatch
 from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 from tests.runtime.test_worker import (
     CORPUS,
@@ -145,6 +146,42 @@ def test_every_log_tells_how_near_the_floor_it_is_and_what_it_waited_for(uninter
     for report in reports:
         assert report.metrics["perf/of_floor"] > 0
         assert report.metrics["perf/wait_fetch_s"] > 0 and report.metrics["perf/wait_write_s"] == 0
+
+
+def test_after_warm_up_the_plan_is_told_next_to_what_was_measured(uninterrupted) -> None:
+    _, reports, notices, _ = uninterrupted
+    lines = [line for line in notices if line.startswith("memory of ")]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"memory of {name}"
+        for name in ("device", "device weights", "device optimizer", "device gradients", "device slots", "host blocks")
+    ]
+    (found,) = [report for report in reports if "memory/planned_device_gib" in report.metrics]
+    assert found.step == 3
+    measured = {key.removeprefix("memory/measured_"): value for key, value in found.metrics.items() if "measured" in key}
+    planned = {key.removeprefix("memory/planned_"): value for key, value in found.metrics.items() if "planned" in key}
+    assert measured.keys() == planned.keys() and len(measured) == 6
+    for exact in ("device_weights_gib", "device_optimizer_gib", "device_slots_gib", "host_blocks_gib"):
+        assert measured[exact] == planned[exact]
+    assert 0.3 * planned["device_gib"] < measured["device_gib"] < 3 * planned["device_gib"]  # the step has no kernel here
+
+
+def test_one_step_is_drawn(uninterrupted) -> None:
+    run_dir, _, notices, published = uninterrupted
+    picture = (run_dir / "memory.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    assert published == ["plan.txt", "memory.png"] and not [line for line in notices if "not drawn" in line]
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(runwatch, "draw", broken)
+    notices: list[str] = []
+    assert run_worker(stream("train.num_steps=4"), context(tmp_path, cache, [], notices)).step == 4
+    assert "memory.png: not drawn at step 3 (OSError: disk full)" in notices
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_there_is_a_model(tmp_path: Path, cache: Path) -> None:
