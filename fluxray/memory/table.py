@@ -27,7 +27,7 @@ def summary(plan: MemoryPlan) -> list[str]:
         for place, limit in limits.items()
     )
     how = (
-        f"; {policy.resident_blocks} of {len(plan.demand.blocks)} blocks resident, {policy.kept_blocks} keep activations, logits "
+        f"; {policy.resident_blocks} of {len(plan.demand.blocks)} blocks resident, activations of {policy.kept_blocks} kept, logits "
         f"of {policy.epilogue_tokens:,} tokens at once"
     )
     return [

@@ -62,7 +62,7 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
         lines.append(
             f"{'policy':<18}{policy.resident_blocks} of {len(spec.blocks)} blocks resident, {policy.weight_slots} weight and "
             f"{policy.state_slots} state slots, logits of {policy.epilogue_tokens:,} tokens at once, "
-            f"{policy.kept_blocks} blocks keep activations"
+            f"activations of {policy.kept_blocks} kept"
         )
     return [*lines, *table(found)]
 

@@ -68,6 +68,16 @@ def test_a_fault_of_the_user_is_one_line_and_code_2(words, message, capsys, tmp_
     assert not (tmp_path / "home").exists()
 
 
+def test_a_plan_that_does_not_fit_is_refused_before_data_or_ray(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLUXRAY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster that nobody has reached when this ends
+    assert run("train", "--profile", "a6000", "--model", "neox-20b", "hardware.host_memory=64GiB") == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("fluxray: error: plan: host memory lacks ") and captured.err.count("\n") == 1
+    assert captured.err.endswith("no single change or two of them would fit\n") or "; fits with " in captured.err
+    assert not (tmp_path / "home").exists()
+
+
 def test_config_marks_what_is_not_the_default_and_says_where_it_comes_from(capsys):
     assert run("config", "--profile", "cpu", "--model", "lm-tiny", "optim.lr=3e-4") == 0
     lines = capsys.readouterr().out.splitlines()

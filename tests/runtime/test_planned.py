@@ -1,7 +1,7 @@
 import pytest
 
 from fluxray.config.load import resolve
-from fluxray.errors import PlanError
+from fluxray.errors import ConfigError, PlanError
 from fluxray.runtime import planned as module
 from fluxray.runtime.planned import plan_worker, refuse_misfit
 from fluxray.runtime.planning import is_complete
@@ -32,7 +32,7 @@ def test_a_worker_tells_its_plan_in_two_lines():
     found = plan_worker(resolve("cpu", "lm-tiny", words), 4096, 0, notices.append)
     assert found is not None and found.policy.kept_blocks == 1 and found.policy.resident_blocks == 1
     assert len(notices) == 2 and notices[0].startswith("plan: device 0.")
-    assert "1 of 3 blocks resident, 1 keep activations, logits of 1,024 tokens at once" in notices[0]
+    assert "1 of 3 blocks resident, activations of 1 kept, logits of 1,024 tokens at once" in notices[0]
     assert "bound by arithmetic 100%" in notices[1] and "floor" in notices[1]
 
 
@@ -70,3 +70,8 @@ def test_a_sharded_model_that_does_not_fit_is_told_and_tried(monkeypatch):
     assert notices[0].startswith("plan: device memory lacks ") and notices[0].endswith("; trying it all the same")
     assert len(notices) == 3 and "resident" not in notices[1]
     assert plan_worker(config, 4096, 3, notices.append) is None, "rank 0 plans for all"
+
+
+def test_a_model_without_a_block_list_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"^model\.config\.model_type: 'gpt2' has no block list[^\n]*$"):
+        refuse_misfit(resolve("a6000", None, ["model.config.model_type=gpt2"]))
