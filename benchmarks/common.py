@@ -47,11 +47,11 @@ def git_revision() -> str:
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
 
 
-def repeatable_command(name: str) -> str:
+def repeatable_command() -> str:
     """Return the command as a reader would type it from the project's root; where the result went is left out."""
     words = iter(sys.argv[1:])
     kept = [word for word in words if word != "--out" or not next(words)]
-    return " ".join(["python", f"benchmarks/{name}.py", *kept])
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
 
 
 def card_matrix_tflops() -> float:
@@ -71,7 +71,7 @@ def write(name: str, rows: list[dict[str, Any]], out_dir: Path = RESULTS) -> Pat
     record = {
         "name": name,
         "date": datetime.date.today().isoformat(),
-        "command": repeatable_command(name),
+        "command": repeatable_command(),
         "git": git_revision(),
         "machine": machine(),
         "versions": versions(),

@@ -31,6 +31,7 @@ from ray.cluster_utils import Cluster
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
 TIMEOUT_S = 300
+END_S = 1800
 KINDS = ("worker", "worker", "driver", "controller", "node")
 """What is killed, workers twice as often as the rest."""
 
@@ -147,9 +148,11 @@ def processes(title: str, session_dir: str) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], what: str, driver: subprocess.Popen[str] | None = None) -> None:
-    """Return once the condition holds; fail after TIMEOUT_S, or if the driver has failed."""
-    deadline = time.monotonic() + TIMEOUT_S
+def wait_until(
+    condition: Callable[[], bool], what: str, driver: subprocess.Popen[str] | None = None, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Return once the condition holds; fail after `timeout_s`, or if the driver has failed."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline or (driver is not None and driver.poll() not in (None, 0)):
             raise AssertionError(f"{what} did not happen (driver: {driver.poll() if driver else None})")
@@ -173,7 +176,7 @@ def disturb(drill: Drill, fault_at: list[tuple[int, str]]) -> list[Fault]:
         fault.seconds = min(at for _, _, at in drill.points() if at > killed_at + 1) - killed_at
         faults.append(fault)
         print(f"{len(faults)}: {fault}", flush=True)
-    wait_until(lambda: drill.driver is not None and drill.driver.poll() is not None, "the end of the run")
+    wait_until(lambda: drill.driver is not None and drill.driver.poll() is not None, "the end of the run", timeout_s=END_S)
     assert drill.driver is not None and drill.driver.returncode == 0, (drill.home / f"{drill.name}.log").read_text()[-3000:]
     return faults
 
