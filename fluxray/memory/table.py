@@ -27,8 +27,8 @@ def summary(plan: MemoryPlan) -> list[str]:
         for place, limit in limits.items()
     )
     how = (
-        f"; {policy.resident_blocks} of {len(plan.demand.blocks)} blocks resident, activations of {policy.kept_blocks} kept, logits "
-        f"of {policy.epilogue_tokens:,} tokens at once"
+        f"; {policy.resident_blocks} of {len(plan.demand.blocks)} blocks resident, activations of {policy.kept_blocks} kept, "
+        f"logits of {policy.epilogue_tokens:,} tokens at once"
     )
     return [
         f"plan: {places}{how if plan.demand.engine == 'stream' else ''}",
