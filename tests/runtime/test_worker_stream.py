@@ -236,3 +236,20 @@ def test_whatever_ends_a_streamed_worker_the_last_checkpoint_is_good(tmp_path: P
     with pytest.raises(InterruptedRunError):
         run_worker(stream(), replace(context(tmp_path, cache, []), report=until_step_5))
     assert run(stream(), tmp_path, cache)[1].step == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_memory_is_within_the_plan_and_waits_are_told(tmp_path: Path, cache: Path) -> None:
+    words = [word for word in STREAM if not word.startswith(("hardware.", "engine.kind"))]
+    limit = ("hardware.device_memory=4GB", "hardware.host_memory=8GiB", "compile=false", "model.config.num_hidden_layers=6")
+    reports: list[Report] = []
+    published: list[str] = []
+    config = resolve("a6000", "lm-tiny", [*words, *limit])
+    run_worker(config, replace(context(tmp_path, cache, reports), publish=published.append))
+    (found,) = [report.metrics for report in reports if "memory/planned_device_gib" in report.metrics]
+    for exact in ("device_weights_gib", "device_optimizer_gib", "device_slots_gib", "host_blocks_gib"):
+        assert found[f"memory/measured_{exact}"] == found[f"memory/planned_{exact}"]
+    assert found["memory/measured_device_gib"] < 1.2 * found["memory/planned_device_gib"]
+    assert all(r.metrics["perf/wait_fetch_s"] >= 0 for r in reports if "perf/of_floor" in r.metrics)
+    assert published == ["plan.txt", "memory.png"]
