@@ -1,6 +1,9 @@
 """A worker's plan: made before anything is allocated, obeyed by the stream engine, told to the user, kept beside the run."""
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -9,9 +12,12 @@ from fluxray.errors import PlanError
 from fluxray.memory.plan import MemoryPlan
 from fluxray.memory.table import summary
 from fluxray.runtime.hostmemory import require_room
+from fluxray.runtime.paths import write_text
 from fluxray.runtime.planning import is_complete, model_spec, plan_run, require_fit
 
 PLAN_FILE = "plan.txt"
+POLICY_FILE = "policy.json"
+"""What was decided when the run began: it goes on so, whatever a probe says today, since some of it shows in the last bits."""
 
 
 def refuse_misfit(config: TrainConfig) -> None:
@@ -20,16 +26,23 @@ def refuse_misfit(config: TrainConfig) -> None:
         require_fit(config, plan_run(config))
 
 
-def plan_worker(config: TrainConfig, num_tokenizer_entries: int, rank: int, notify: Callable[[str], None]) -> MemoryPlan | None:
+def plan_worker(
+    config: TrainConfig, num_tokenizer_entries: int, rank: int, notify: Callable[[str], None], run_dir: Path
+) -> MemoryPlan | None:
     """Return the plan of this worker, and tell it in two lines. Raises PlanError where a streamed model does not fit.
 
+    A streamed run that goes on keeps what was decided for it, unless that no longer fits.
     What is sharded is planned for by rank 0 and on GPUs only, and trained even if the plan says that it does not fit: it is an
     upper bound.
     """
     if config.engine.kind == "stream":
-        found = plan_run(config, model_spec(config, num_tokenizer_entries))
+        spec = model_spec(config, num_tokenizer_entries)
+        found = plan_run(_as_before(config, run_dir), spec)
+        if found.shortfalls:
+            found = plan_run(config, spec)
         require_fit(config, found)
         require_room(found)
+        write_text(run_dir / POLICY_FILE, json.dumps(asdict(found.policy)))
     elif config.resources.gpu > 0 and rank == 0:
         found = plan_run(config, model_spec(config, num_tokenizer_entries))
         try:
@@ -44,3 +57,16 @@ def plan_worker(config: TrainConfig, num_tokenizer_entries: int, rank: int, noti
     for line in summary(found):
         notify(line)
     return found
+
+
+def _as_before(config: TrainConfig, run_dir: Path) -> TrainConfig:
+    """Return the configuration with what it leaves open of the engine as it was decided before, if it was."""
+    try:
+        policy = json.loads((run_dir / POLICY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return config
+    open_keys = {key: policy[key] for key in ("resident_blocks", "kept_blocks", "epilogue_tokens") if key in policy}
+    engine = config.engine.model_copy(
+        update={key: value for key, value in open_keys.items() if getattr(config.engine, key) is None}
+    )
+    return config.model_copy(update={"engine": engine})

@@ -167,7 +167,7 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     task = LmTask(data.pad_id, config.compile)
     stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
-    plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify)
+    plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify, context.run_dir)
     engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, plan.policy if plan else None)
     loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
