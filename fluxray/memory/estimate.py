@@ -52,8 +52,9 @@ class Demand:
 
     A step is `num_micro_batches` of `micro_rows` rows on each of `num_ranks`. `itemsize` are the bytes of a number that the
     model computes with. `hold_gradients`: clipping needs the whole norm before any block steps. `checkpoint_blocks`: backward
-    computes a block's activations again. `resident_indices(n)` are the blocks that the stream engine keeps on the device if it
-    keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the weights to compute with.
+    computes a block's activations again, `partly_again`: only what it needs of them. `resident_indices(n)` are the blocks that
+    the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
+    weights to compute with.
     """
 
     engine: Literal["stream", "sharded"]
@@ -67,6 +68,7 @@ class Demand:
     on_gpu: bool = True
     hold_gradients: bool = False
     checkpoint_blocks: bool = True
+    partly_again: bool = False
     whole_copies: bool = False
     asynchronous_saves: bool = True
     num_checkpoints: int = 1

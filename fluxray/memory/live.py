@@ -1,4 +1,4 @@
-"""Counting the memory that a block's forward and backward hold, on the meta device, where nothing is computed."""
+"""Counting what a block's forward and backward hold and compute, on the meta device, where nothing is computed."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -6,9 +6,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
 
 class BlockMemory(NamedTuple):
@@ -41,6 +43,56 @@ def measure_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         for hook in hooks:
             hook.remove()
     return BlockMemory(kept, live.peak)
+
+
+def flops_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the FLOPs of the part of a meta module's forward that backward needs where only the inputs are kept.
+
+    That are the operations behind which some tensor lies that autograd saves. A compiler leaves the others out, such as the last
+    matrix product of a block, whose output only the next block reads.
+    """
+    args, kwargs = cast(tuple[tuple[Any, ...], dict[str, Any]], tree_map(_as_input, (args, kwargs)))
+    saved: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(id(tensor.untyped_storage()))
+        return tensor
+
+    def give(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with Operations() as operations, saved_tensors_hooks(note, give):
+        module(*args, **kwargs)
+    flops = 0
+    for own, read, made in reversed(operations.found):
+        if saved & made:
+            saved |= read
+            flops += own
+    return flops
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations while it is active: the FLOPs of each, the storages that it reads, the storages that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.found: list[tuple[int, set[int], set[int]]] = []
+        self._held: list[object] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        count = cast(Any, flop_registry).get(cast(Any, func)._overloadpacket)
+        flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+        self.found.append((flops, self._storages((args, kwargs)), self._storages(result)))
+        return result
+
+    def _storages(self, values: Any) -> set[int]:
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        self._held += storages  # so that no id comes twice
+        return {id(storage) for storage in storages}
 
 
 class LiveBytes(TorchDispatchMode):

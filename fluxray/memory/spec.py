@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from fluxray.memory.live import BlockMemory, measure_block
+from fluxray.memory.live import BlockMemory, flops_again, measure_block
 
 NUM_ROWS = (1, 2, 4, 16)
 """Micro-batches of as many rows are measured; what lies between and beyond is on the lines through them."""
@@ -52,9 +52,13 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class KindSpec:
-    """What a kind of block costs: FLOPs of the forward of one row, and bytes by the number of rows."""
+    """What a kind of block costs: FLOPs of the forward of one row, and bytes by the number of rows.
+
+    `again_flops` are those of the forward that backward needs once more where only the block's input is kept.
+    """
 
     forward_flops: int
+    again_flops: int
     memory: Mapping[int, BlockMemory]
 
     def kept(self, num_rows: int) -> int:
@@ -71,7 +75,8 @@ class ModelSpec:
     """A model as blocks and the rest.
 
     `row_tokens` positions make a row. Per row: `outside_flops` of prologue and epilogue (forward), `shared_bytes` of what all
-    blocks read. `num_outputs` numbers come out per position: the vocabulary of a language model. `tied` parameters have more than
+    blocks read. `num_outputs` numbers come out per position: the vocabulary of a language model. `has_dropout` tells whether any
+    dropout is above zero. `tied` parameters have more than
     one place and count once.
     """
 
@@ -83,6 +88,7 @@ class ModelSpec:
     outside_flops: int
     shared_bytes: int
     num_outputs: int
+    has_dropout: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -120,7 +126,7 @@ def read_spec(model: nn.Module, blocks: Sequence[str], forward: Callable[[int], 
         if kind not in costs:
             stretched = {num_rows: _stretch(calls[index], doubled[index], num_rows) for num_rows in NUM_ROWS}
             memory = {num_rows: measure_block(module, *call) for num_rows, call in stretched.items()}
-            costs[kind] = KindSpec(_forward_flops(module, calls[index]), memory)
+            costs[kind] = KindSpec(_forward_flops(module, calls[index]), flops_again(module, *calls[index]), memory)
     shared = _shared(calls)
     carries = [_num_bytes([t for t in call.tensors() if id(t) not in shared]) for call in calls]
     inside = tuple(f"{name}." for name in blocks)

@@ -1,6 +1,7 @@
 """From a configuration to its memory plan: where models, formats of state and layouts meet the arithmetic of `fluxray.memory`."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -104,7 +105,8 @@ def model_spec(config: TrainConfig, num_tokenizer_entries: int | None = None) ->
         batch = TextBatch(tokens, tokens, tokens, tokens, single_document=not config.data.packing, num_valid=0)
         return stack(batch, lambda logits, _: logits)
 
-    return read_spec(stack.model, [block.name for block in stack.blocks], forward, length)
+    spec = read_spec(stack.model, [block.name for block in stack.blocks], forward, length)
+    return replace(spec, has_dropout=stack.has_dropout)
 
 
 def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
@@ -125,6 +127,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         on_gpu=config.resources.gpu > 0,
         hold_gradients=stream and config.clip.mode == "exact",
         checkpoint_blocks=stream or config.activation_checkpoint != "none",
+        partly_again=stream and config.compile and not spec.has_dropout,
         whole_copies=mixed and not split and ranks == 1,
         asynchronous_saves=config.checkpoint.asynchronous and not stream,
         num_checkpoints=config.checkpoint.keep,

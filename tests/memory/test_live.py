@@ -2,7 +2,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fluxray.memory.live import FusedAttention, LiveBytes, measure_block
+from fluxray.memory.live import FusedAttention, LiveBytes, flops_again, measure_block
 
 
 class Attention(nn.Module):
@@ -91,3 +91,13 @@ def test_memory_that_is_freed_no_longer_counts():
         assert live.now == 100
         del one, two
         assert (live.now, live.peak) == (0, 100)
+
+
+def test_a_last_matrix_product_is_not_needed_again():
+    width, rows = 32, 8
+    with torch.device("meta"):
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        hidden = torch.empty(rows, width)
+    product = 2 * rows * width * 4 * width
+    assert flops_again(nn.Sequential(up, nn.GELU(), down), (hidden,), {}) == product
+    assert flops_again(nn.Sequential(up, nn.GELU(), down, nn.GELU()), (hidden,), {}) == 2 * product

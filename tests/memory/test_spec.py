@@ -62,6 +62,6 @@ def test_what_the_flux_blocks_hand_on_is_image_and_text():
 
 
 def test_between_and_beyond_what_was_measured_lie_lines():
-    kind = KindSpec(1, {1: BlockMemory(10, 30), 2: BlockMemory(20, 40), 4: BlockMemory(40, 80)})
+    kind = KindSpec(1, 1, {1: BlockMemory(10, 30), 2: BlockMemory(20, 40), 4: BlockMemory(40, 80)})
     assert [kind.kept(n) for n in (1, 2, 3, 8)] == [10, 20, 30, 80]
     assert [kind.peak(n) for n in (1, 2, 3, 8)] == [30, 40, 60, 160]
