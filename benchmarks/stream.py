@@ -9,6 +9,7 @@ a vocabulary of 50,432. Rates are of the median step after the first two. Ratios
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -148,7 +149,8 @@ def run(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).with_name("peers.py")), row, *options]
     else:
         command = [sys.executable, __file__, "--row", row, *options, "--set", *arguments.set]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # as profile a6000 has it
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     found = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if found:
         return json.loads(found[0])
