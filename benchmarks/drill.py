@@ -248,7 +248,7 @@ def main() -> None:
     import common
 
     fault_at = plan(arguments.faults, arguments.seed, arguments.steps_between)
-    num_steps = fault_at[-1][0] + arguments.steps_between
+    num_steps = fault_at[-1][0] + 3 * arguments.steps_between  # so that there is a step after the last kill, too
     faults, undisturbed_s, disturbed_s = run(fault_at, num_steps, arguments.workers)
     rows: list[dict[str, Any]] = []
     for kind in sorted(set(KINDS)):
