@@ -144,7 +144,9 @@ def test_weights_in_two_parts_are_joined(run_dir: Path, tmp_path: Path, correcti
 
 @pytest.mark.parametrize("master", ["fp32", "split24", "stochastic"])
 def test_run_of_the_stream_engine_is_exported(shared: Path, tmp_path: Path, master: str) -> None:
-    run_dir = trained("gpt_neox", shared, "engine.kind=stream", "precision=mixed-bf16", f"optim.master={master}")
+    run_dir = trained(
+        "gpt_neox", shared, "engine.kind=stream", "activation_checkpoint=full", "precision=mixed-bf16", f"optim.master={master}"
+    )
     reader = CheckpointReader(committed(run_dir)[0])
     found = {reader.read("correction", name).dtype for name in reader.names() if "correction" in reader.sections(name)}
     assert found == {"fp32": {torch.int16}, "split24": {torch.int8, torch.int16}, "stochastic": {torch.int16}}[master]

@@ -81,6 +81,6 @@ def test_the_pages_open(shell: Path) -> None:
         assert process.stdout is not None
         assert f"http://127.0.0.1:{port}" in process.stdout.readline()
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # a SIGINT is ignored by what a shell runs in the background
         process.communicate(timeout=30)
     assert process.returncode == 0
