@@ -1,7 +1,6 @@
 import json
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,7 @@ from fluxray.protocols import StateItem
 from tests.models.helpers import batch_of, logits_of, materialised
 from tests.runs import FAMILIES, trained, write_text
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fluxray.engine.stream_transfers import Event, Transfers
 from fluxray.errors import PlanError
+from fluxray.memory.host import container_limit
 
 TOUCHED_AT_ONCE = 1 << 28
 """Bytes that one thread touches at a time."""
@@ -30,7 +32,8 @@ class HostBuffers:
     """
 
     def __init__(self, sizes: Sequence[int], page_locked: bool):
-        self._locked: list[Tensor] = []
+        self._locked: list[int] = []
+        weakref.finalize(self, _unlock, self._locked)
         total, free = sum(sizes), psutil.virtual_memory().available
         try:
             self.buffers = [_anonymous(size) for size in sizes]
@@ -47,19 +50,19 @@ class HostBuffers:
                 if page_locked and buffer.numel() > 0:
                     self._lock(buffer)
 
-    def close(self) -> None:
-        """Unlock the memory; nothing may be copying any more."""
-        for buffer in self._locked:
-            _cudart().cudaHostUnregister(buffer.data_ptr())
-        self._locked.clear()
-
     def _lock(self, buffer: Tensor) -> None:
         code = int(_cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
         if code != 0:
             raise PlanError(
                 f"engine.kind: stream cannot page-lock {buffer.numel() / 1e9:.1f} GB (CUDA error {code}): {_reason()}"
             )
-        self._locked.append(buffer)
+        self._locked.append(buffer.data_ptr())
+
+
+def _unlock(addresses: list[int]) -> None:
+    """Unlock the memory at `addresses`, before what is mapped there next is locked."""
+    for address in addresses:
+        _cudart().cudaHostUnregister(address)
 
 
 def _anonymous(size: int) -> Tensor:
@@ -86,18 +89,6 @@ def _reason() -> str:
     if limit is not None and limit < psutil.virtual_memory().total:
         return f"the container has {limit / 1e9:.0f} GB; start it with more (docker run --memory, Kubernetes resources.limits)"
     return f"{free:.0f} GB are free; stop other programs, or set optim.master=stochastic or engine.resident_blocks"
-
-
-def container_limit() -> int | None:
-    """Return the memory limit in bytes that the kernel's control group sets for this process, None if there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-    return None
 
 
 @dataclass

@@ -178,10 +178,6 @@ class BlockStore:
         for ring in self._rings:
             ring.forget()
 
-    def close(self) -> None:
-        """Give the page-locked memory back."""
-        self._host.close()
-
     def _sizes(self, unit: Unit) -> list[int]:
         held_back = 0 if self.gradient_dtype is None else unit.layout.num_gradients * self.gradient_dtype.itemsize
         return [unit.layout.weight_bytes, unit.layout.state_bytes, held_back]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 
 LINK_BYTES = 2**28
-MATRIX_SIZE = 8192
 REPEATS = 5
 
 
@@ -27,13 +26,6 @@ def probe_link(device: torch.device) -> float:
                 host[1].copy_(there[1], non_blocking=True)
 
     return 2 * LINK_BYTES / _best(both, device)
-
-
-def probe_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return TFLOPS of a large square matrix product of random numbers in `dtype`."""
-    size = MATRIX_SIZE if device.type == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _best(lambda: torch.mm(left, right), device) / 1e12
 
 
 def probe_memory_bandwidth(device: torch.device) -> float:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from fluxray.memory.host import container_limit
 from fluxray.runtime.identity import masked
 from fluxray.runtime.paths import Home
 from fluxray.runtime.ports import Listener, find_listeners, json_status, safely
@@ -125,7 +126,7 @@ def gather(where: Home) -> Facts:
             infiniband=safely(_infiniband, ()),
             memory=psutil.virtual_memory().total,
             memory_available=psutil.virtual_memory().available,
-            memory_limit=safely(_memory_limit, None),
+            memory_limit=safely(container_limit, None),
             shm=safely(lambda: shutil.disk_usage("/dev/shm").total, None),
             storage=str(where.root),
             storage_writable=os.access(there, os.W_OK),
@@ -217,15 +218,6 @@ def _infiniband() -> list[tuple[str, str, str]]:
         (port.parts[-3], *((port / name).read_text().strip().rpartition(": ")[2] for name in ("state", "link_layer")))  # type: ignore[misc]
         for port in ports
     ]
-
-
-def _memory_limit() -> int | None:
-    """Return the control group's limit, v2 or v1; None if there is none."""
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(name).exists():
-            text = Path(name).read_text().strip()
-            return int(text) if text.isdigit() and int(text) < 2**60 else None
-    return None
 
 
 def _file_system(path: Path) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 import psutil
 
-from fluxray.engine.stream_buffers import container_limit
 from fluxray.errors import PlanError
 from fluxray.memory.estimate import GIB
+from fluxray.memory.host import container_limit
 from fluxray.memory.plan import MemoryPlan
 
 MARGIN = 0.02

@@ -21,6 +21,7 @@ from fluxray.memory.plan import MemoryPlan, Wanted, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
 from fluxray.memory.speed import Hardware
 from fluxray.memory.table import reason, table
+from fluxray.metrics import measure_matrix_tflops
 from fluxray.models import flux
 from fluxray.models.blocks import find_block_lists
 from fluxray.models.causal_lm import build_causal_lm
@@ -167,7 +168,7 @@ def hardware(config: TrainConfig) -> Hardware:
         whole = host
     if stream and wants_gpu:
         link = figure("link", lambda: probe.probe_link(device), (1e9, "GB/s each way"), "measured")
-    tflops = figure("tflops", lambda: probe.probe_tflops(device, dtype), (1, "TFLOPS"), "measured")
+    tflops = figure("tflops", lambda: measure_matrix_tflops(device, dtype), (1, "TFLOPS"), "measured")
     return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
 
 

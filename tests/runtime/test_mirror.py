@@ -31,6 +31,8 @@ from fluxray.runtime.prepare import Run, fetch_lost, prepare, save_config
 from fluxray.runtime.worker import WorkerContext, run_worker
 from tests.runtime.test_worker import SMALL, InterruptedRunError, saved_tensors
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ADDRESS = "s3://bucket/runs"
 SECRET = "moto-secret-key"
 
@@ -71,14 +73,6 @@ class Server:
     def post(self, action: str, body: bytes = b"") -> None:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/moto-api/{action}", body, {"Content-Type": "text/plain"})
         urllib.request.urlopen(request, timeout=30).close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

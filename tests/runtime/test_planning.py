@@ -116,5 +116,4 @@ def test_image_models_that_diffusers_does_not_know_are_refused(words, message):
 def test_the_probes_measure_what_hardware_can_do():
     device = torch.device("cuda")
     assert 2e9 < probe.probe_link(device) < 1e12
-    assert 1 < probe.probe_tflops(device, torch.bfloat16) < 5000
     assert 1e11 < probe.probe_memory_bandwidth(device) < 2e13

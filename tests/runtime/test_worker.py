@@ -21,6 +21,8 @@ from fluxray.protocols import Report, RunState, RunSummary, Schedule
 from fluxray.runtime import torchrun, worker
 from fluxray.runtime.worker import WorkerContext, preflight, run_evaluation, run_worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 CORPUS = f"path:{GOLDEN / 'corpus.txt'}"
 SMALL = (
@@ -46,14 +48,6 @@ SMALL = (
 
 class InterruptedRunError(Exception):
     """Stands for whatever ends a worker in mid-run."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ from tests.runtime.test_worker import (
     saved_tensors,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STREAM = (
     "engine.kind=stream",
     "precision=mixed-bf16",
@@ -51,14 +53,6 @@ STREAM = (
     "evaluation.max_rows=8",
     "hardware.tflops=0.1",
 )  # hidden size 256: 8-bit moments
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
