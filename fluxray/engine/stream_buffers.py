@@ -33,7 +33,7 @@ class HostBuffers:
 
     def __init__(self, sizes: Sequence[int], page_locked: bool):
         self._locked: list[int] = []
-        weakref.finalize(self, _unlock, self._locked)
+        weakref.finalize(self, _unlock, self._locked).atexit = False  # a process that ends unlocks by itself
         total, free = sum(sizes), psutil.virtual_memory().available
         try:
             self.buffers = [_anonymous(size) for size in sizes]
