@@ -41,7 +41,8 @@ def measure(row: str, num_steps: int) -> dict[str, Any]:
     from fluxray.config.load import resolve
     from fluxray.optim.schedule import build_schedule, lr_at
     from fluxray.protocols import RunState
-    from fluxray.runtime.worker import WorkerContext, build_parts
+    from fluxray.runtime.context import WorkerContext
+    from fluxray.runtime.worker import build_parts
 
     text, overrides = ROWS[row]
     with tempfile.TemporaryDirectory() as scratch:

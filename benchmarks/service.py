@@ -41,7 +41,8 @@ def bare(folder: Path, num_steps: int) -> dict[str, float]:
 
     from fluxray.optim.schedule import build_schedule, lr_at
     from fluxray.protocols import RunState
-    from fluxray.runtime.worker import WorkerContext, build_parts
+    from fluxray.runtime.context import WorkerContext
+    from fluxray.runtime.worker import build_parts
 
     config = configure(folder, num_steps)
     parts = build_parts(config, WorkerContext(0, 1, 0, folder, folder / "cache", print, lambda _: False, (), print))

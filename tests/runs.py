@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from fluxray.config.load import resolve
-from fluxray.runtime.worker import WorkerContext, run_worker
+from fluxray.runtime.context import WorkerContext
+from fluxray.runtime.worker import run_worker
 
 SIZES = (
     "model.config.hidden_size=64",

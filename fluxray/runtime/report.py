@@ -12,9 +12,9 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import FluxrayError
 from fluxray.protocols import Report, RunSummary, SavedCheckpoint
 from fluxray.runtime.board import Assignment, Fault
+from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.paths import committed_checkpoints, registered_checkpoints
 from fluxray.runtime.tracking import MetricWriter
-from fluxray.runtime.worker import WorkerContext
 
 BEAT_EVERY_S = 1.0
 
@@ -41,6 +41,7 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         fault = earlier[min(earlier)]
         ray.get(assignment.board.post_fault.remote(rank, fault))
         return {"fault": fault}
+    run: WorkerFn = pickle.loads(assignment.run)  # imports the models, before a thread of the reporter's imports MLflow
     reporter = Reporter(assignment, rank)
     context = WorkerContext(
         rank=rank,
@@ -57,7 +58,6 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
     try:
         if assignment.tracking is not None:
             reporter.adopt()
-        run: WorkerFn = pickle.loads(assignment.run)
         return {"summary": run(assignment.config, context)}
     except FluxrayError as error:
         fault = (type(error).__name__, str(error))

@@ -25,9 +25,10 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import ConfigError, FluxrayError
 from fluxray.protocols import Report, RunSummary
 from fluxray.runtime import tracking
+from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.prepare import Run, fetch_lost, prepare, save_config
 from fluxray.runtime.progress import Progress, Snapshot
-from fluxray.runtime.worker import WorkerContext, preflight, run_worker
+from fluxray.runtime.worker import preflight, run_worker
 
 T = TypeVar("T")
 

@@ -4,7 +4,6 @@
 """
 
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +23,10 @@ from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflo
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_config
 from fluxray.models.verify import check_stack
 from fluxray.optim.schedule import build_schedule
-from fluxray.protocols import IGNORE_INDEX, Engine, Report, RunState, RunSummary, SavedCheckpoint, TextBatch
+from fluxray.protocols import IGNORE_INDEX, Engine, RunState, RunSummary, SavedCheckpoint, TextBatch
 from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirror
+from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.engines import build_engine
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.paths import write_text
@@ -37,28 +37,6 @@ from fluxray.runtime.saver import Saver
 from fluxray.runtime.sharing import allocator_share
 from fluxray.tasks.lm import LmTask
 from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """Where a worker stands and whom it tells.
-
-    `run_dir` is the run's folder on shared storage, `cache_dir` holds tokenised data and trained tokenizers. Every rank calls
-    `report` with the same Reports, and `heartbeat` with the step after each step; that returns whether the run should stop, and
-    one rank's word is enough. `checkpoints` are the committed ones to resume from, newest first. `notify` takes one line for the
-    user, `publish` the name of a file in the run's folder for the tracker, both on rank 0 only.
-    """
-
-    rank: int
-    num_ranks: int
-    local_rank: int
-    run_dir: Path
-    cache_dir: Path
-    report: Callable[[Report], None]
-    heartbeat: Callable[[int], bool]
-    checkpoints: Sequence[Path]
-    notify: Callable[[str], None]
-    publish: Callable[[str], None] = lambda _: None
 
 
 def preflight(config: TrainConfig, cache_dir: Path) -> None:

@@ -23,12 +23,13 @@ from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from fluxray.protocols import Report, RunState, SavedCheckpoint, Schedule, StateItem
 from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirroring
+from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.mirror import Mirror
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.objectstore import StoreError, open_store
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.prepare import Run, fetch_lost, prepare, save_config
-from fluxray.runtime.worker import WorkerContext, run_worker
+from fluxray.runtime.worker import run_worker
 from tests.runtime.test_worker import SMALL, InterruptedRunError, saved_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,8 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError, ConfigError, DataError
 from fluxray.protocols import Report, RunState, RunSummary, Schedule
 from fluxray.runtime import torchrun, worker
-from fluxray.runtime.worker import WorkerContext, preflight, run_evaluation, run_worker
+from fluxray.runtime.context import WorkerContext
+from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
