@@ -3,7 +3,8 @@
     python benchmarks/stream.py [--steps 6] [--out DIR] [--only ROW ...] [--cap-gb 45]
 
 Every row is a process of its own, under a cap of device memory as nvidia-smi counts it. Text is real, tokenised to 8,192 words of
-a vocabulary of 50,432. Rates are of the median step after the first two. Ratios are of rows of one command.
+a vocabulary of 50,432. Rates are of the median step after the first two. Ratios are of rows of one command. Each row is planned
+with the link, the matrix rate and the block measured in its own process, and says what was planned beside what came.
 """
 
 import argparse
@@ -25,30 +26,36 @@ SEQUENCE, WARM_UP = 2048, 2
 EIGHT = ("model.config.num_hidden_layers=8",)
 ONE, TWO = ("batch.micro_size=8", "batch.accumulation_steps=1"), ("batch.micro_size=8", "batch.accumulation_steps=2")
 
-ROWS: dict[str, tuple[str, ...]] = {
-    "neox-20b, 16,384 tokens": ONE,
-    "neox-20b, 32,768 tokens": TWO,
-    "8 blocks, streamed": (*EIGHT, *ONE),
-    "8 blocks, all resident": (*EIGHT, *ONE, "engine.resident_blocks=8"),
-    "8 blocks, streamed, eager": (*EIGHT, *ONE, "compile=false"),
-    "neox-20b, 16,384 tokens, stochastic": (*ONE, "optim.master=stochastic"),
-    "neox-20b, 16,384 tokens, 6 blocks resident": (*ONE, "engine.resident_blocks=6"),
+MEASURED = tuple(f"hardware.{key}=null" for key in ("host_memory", "link", "memory_bandwidth", "tflops"))
+STREAMED = "engine.resident_blocks=0"
+SAME = (*EIGHT, *ONE, "engine.kept_blocks=0")
+
+ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "neox-20b, 16,384 tokens": ("neox-20b", (*ONE, STREAMED)),
+    "neox-20b, 32,768 tokens": ("neox-20b", (*TWO, STREAMED)),
+    "8 blocks, streamed": ("neox-20b", (*SAME, STREAMED)),
+    "8 blocks, all resident": ("neox-20b", (*SAME, "engine.resident_blocks=8")),
+    "8 blocks, streamed, eager": ("neox-20b", (*SAME, STREAMED, "compile=false")),
+    "neox-20b, 16,384 tokens, stochastic": ("neox-20b", (*ONE, STREAMED, "optim.master=stochastic")),
+    "neox-20b, 16,384 tokens, 4 blocks resident": ("neox-20b", (*ONE, "engine.resident_blocks=4")),
+    "qwen3-8b, 32,768 tokens": ("qwen3-8b", ("batch.micro_size=4", "batch.accumulation_steps=4", STREAMED)),
 }
-"""Each row's name and its overrides of profile a6000 and model neox-20b."""
+"""Each row's name, its model, and its overrides of profile a6000."""
 
 BASELINES = {"8 blocks, streamed": "8 blocks, all resident"}
 """Rows whose ratio is to another one; a peer's is to `8 blocks, streamed`."""
 
 
-def resolved(row: str, folder: Path, extra: list[str]) -> Any:
+def resolved(row: str, folder: Path, cap_gb: float, extra: list[str]) -> Any:
     """Return the configuration of a row, on a text in `folder`."""
     from fluxray.config.load import resolve
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "one.txt").write_text("\n".join(topics.values()) * 12)
-    return resolve("a6000", "neox-20b", [
+    model, words = ROWS[row]
+    return resolve("a6000", model, [
         f"data.source=path:{folder / 'one.txt'}", f"data.max_slice={SEQUENCE}", "data.vocab_size=8192",
-        "optim.warmup_steps=20", "optim.lr=2e-5", *ROWS[row], *extra,
+        "optim.warmup_steps=20", "optim.lr=2e-5", f"hardware.device_memory={cap_gb:g}GB", *MEASURED, *words, *extra,
     ])  # fmt: skip
 
 
@@ -90,8 +97,9 @@ def cap(cap_gb: float) -> Any:
 def model_flops(config: Any, num_parameters: int) -> float:
     """Return the FLOPs of forward and backward of a token: matrix products, and attention as half of the square."""
     model = config.model.config
-    layers, hidden = model["num_hidden_layers"], model["hidden_size"]
-    return 6 * (num_parameters - model["vocab_size"] * hidden) + 3 * 2 * layers * hidden * SEQUENCE
+    layers, hidden, heads = model["num_hidden_layers"], model["hidden_size"], model["num_attention_heads"]
+    width = heads * model.get("head_dim", hidden // heads)
+    return 6 * (num_parameters - model["vocab_size"] * hidden) + 3 * 2 * layers * width * SEQUENCE
 
 
 def measure(row: str, num_steps: int, cap_gb: float, extra: list[str]) -> dict[str, Any]:
@@ -104,27 +112,36 @@ def measure(row: str, num_steps: int, cap_gb: float, extra: list[str]) -> dict[s
     from fluxray.data.loader import Loader
     from fluxray.models.causal_lm import build_causal_lm
     from fluxray.runtime.engines import build_stream_engine
+    from fluxray.runtime.planning import model_spec, plan_run, require_fit
     from fluxray.runtime.worker import load_data
     from fluxray.tasks.lm import LmTask
 
     device = cap(cap_gb)
     folder = Path(tempfile.gettempdir()) / "fluxray-benchmark"
-    config = resolved(row, folder, extra)
+    config = resolved(row, folder, cap_gb, extra)
     data = load_data(config, folder / "cache")
     task = LmTask(data.pad_id, config.compile)
+    plan = plan_run(config, model_spec(config, data.num_tokenizer_entries))
+    require_fit(config, plan)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
     num_parameters = sum(p.numel() for p in stack.model.parameters())
     built = time.perf_counter()
-    engine = build_stream_engine(config, stack, task.loss_fn, device)
+    engine = build_stream_engine(config, stack, task.loss_fn, device, plan.policy)
     build_s = time.perf_counter() - built
     outputs, ends = train(config, engine, Loader(data.train, task.prepare, config.batch, 0, 1), num_steps)
     fetch_s, _ = engine.read_waits()
     steps = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
     seconds, tokens, layers = statistics.median(steps), config.global_batch_size * SEQUENCE, len(stack.blocks)
     found = {
-        "model": "neox-20b" if layers == 44 else f"neox-20b, {layers} blocks", "engine": "stream",
+        "model": ROWS[row][0] if layers != 8 else f"{ROWS[row][0]}, {layers} blocks", "engine": "stream",
         "precision": config.precision, "optim": config.optim.kind, "master": config.optim.master, "clip": config.clip.mode,
-        "resident_blocks": getattr(config.engine, "resident_blocks", None) or 0, "num_gpus": 1, "sequence_length": SEQUENCE,
+        "resident_blocks": plan.policy.resident_blocks, "kept_blocks": plan.policy.kept_blocks, "num_gpus": 1,
+        "sequence_length": SEQUENCE, "planned_step_s": round(plan.speed.seconds, 3),
+        "planned_device_gb": round(plan.device_bytes / 1e9, 1), "planned_host_gib": round(plan.host_bytes / 2**30, 1),
+        "floor_s": round(plan.speed.floor, 3), "hardware": dict(plan.hardware.sources),
         "tokens_per_step": tokens, "tokens_per_s": round(tokens / seconds), "step_s": round(seconds, 3),
         "slowest_step_s": round(max(steps), 3), "wait_fetch_s": round(fetch_s / num_steps, 3),
         "model_tflops": round(model_flops(config, num_parameters) * tokens / seconds / 1e12, 1), "parameters": num_parameters,

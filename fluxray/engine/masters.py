@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from fluxray.engine.accumulate import add_to_sum, begin_sum
+
 
 class Masters:
     """Named fp32 parameters. Where the model computes in another dtype on one GPU, each has a compute copy that follows it.
@@ -47,9 +49,10 @@ def _move_gradient_to(master: nn.Parameter):
     def hook(copy: torch.Tensor) -> None:
         assert copy.grad is not None
         if master.grad is None:
-            master.grad = copy.grad.float()
+            master.grad = torch.empty_like(master)
+            begin_sum(master.grad, copy.grad)
         else:
-            master.grad.add_(copy.grad)
+            add_to_sum(master.grad, copy.grad)
         copy.grad = None
 
     return hook

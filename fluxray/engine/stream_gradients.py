@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from fluxray.engine.accumulate import add_to_sum, begin_sum
 from fluxray.engine.stream_layout import Layout
 
 
@@ -82,16 +83,16 @@ class GradientSink:
             if not (self._in_second_use and name in self._second):
                 self._add(name, gradient)
             elif name in self._touched_again:
-                self._second[name].add_(gradient)
+                add_to_sum(self._second[name], gradient)
             else:
                 self._touched_again.add(name)
-                self._second[name].copy_(gradient)
+                begin_sum(self._second[name], gradient)
 
         return take
 
     def _add(self, name: str, gradient: Tensor) -> None:
         if name in self._touched:
-            self._views[name].add_(gradient)
+            add_to_sum(self._views[name], gradient)
         else:
             self._touched.add(name)
-            self._views[name].copy_(gradient)
+            begin_sum(self._views[name], gradient)

@@ -16,7 +16,7 @@ SAME_SPEED = 1.001
 """A policy must be faster by more than this to be worth more memory."""
 
 
-SPARE_SHARE = 0.1
+SPARE_SHARE = 0.06
 """Of the device that stays free where activations are kept for speed alone: what an allocator may lose to fragmentation."""
 
 

@@ -4,7 +4,8 @@ Per block and pass the larger counts: computing, or the copies beside it, each w
 for the forward; for the backward its weights, unless they still lie in a slot, and its states, and both go back. Backward
 computes the block again (Chen et al., arXiv:1604.06174), compiled only what it needs of it, and differentiates it, which are two
 forwards more; those alone where activations are kept, as they are of the last block.
-The step reads and writes weights and states and reads an fp32 gradient: 14 bytes a parameter at 5 of state.
+Beside the arithmetic, the step reads and writes weights and states, and a gradient is copied or added up, read for its norm and
+read again by the step: 8 bytes a parameter of one micro-batch in bf16, 14 of the first of several and 10 for each further one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,8 @@ from typing import NamedTuple
 from fluxray.memory.estimate import Demand, Policy, UnitBytes
 
 BLOCK_SHARE = 0.79
-"""Of the rate of a large matrix product, what GPT-NeoX-20B's compiled blocks reach on an H200 in bf16, 16,384 tokens a step, with
-attention counted in full though it is causal. The floor is computed with all of it."""
+"""Of the rate of a large matrix product, what GPT-NeoX-20B's compiled blocks reach on an H200 in bf16, 16,384 tokens a step,
+attention counted in full though it is causal: taken where blocks are not measured. The floor is computed with all of it."""
 
 ARITHMETIC, LINK_IN, LINK_OUT, STEP = "arithmetic", "link to the device", "link back", "memory bandwidth of the step"
 
@@ -24,8 +25,9 @@ ARITHMETIC, LINK_IN, LINK_OUT, STEP = "arithmetic", "link to the device", "link 
 class Hardware:
     """What one device and its host can do.
 
-    `tflops` of large matrix products; `link` bytes/s each way with both ways in use, and `memory_bandwidth` bytes/s of the
-    device's memory, None where they do not matter. Limits in bytes; None: no limit. `sources` tells where each figure is from.
+    `tflops` of large matrix products, of which blocks reach `block_share`; `link` bytes/s each way with both ways in use, and
+    `memory_bandwidth` bytes/s of the device's memory, None where they do not matter. Limits in bytes; None: no limit. `sources`
+    tells where each figure is from.
     """
 
     device_bytes: int | None
@@ -35,6 +37,7 @@ class Hardware:
     link: float | None
     memory_bandwidth: float | None
     sources: Mapping[str, str]
+    block_share: float = BLOCK_SHARE
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class _Pass(NamedTuple):
 def predict(demand: Demand, policy: Policy, hardware: Hardware) -> Speed:
     """Return how long one step takes. What ranks exchange is not in it."""
     passes = list(_passes(demand, policy))
-    expected, floor = _times(passes, hardware, BLOCK_SHARE), _times(passes, hardware, 1.0)
+    expected, floor = _times(passes, hardware, hardware.block_share), _times(passes, hardware, 1.0)
     copies = any(p.bytes_in or p.bytes_out for p in passes)
     hiding = _hiding_tokens(demand, policy, hardware) if copies and hardware.link else None
     return Speed(sum(expected.values()), sum(floor.values()), expected, hiding)
@@ -97,7 +100,11 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
 
 
 def _step_bytes(unit: UnitBytes, demand: Demand) -> int:
-    return (2 * (unit.trained_weights + unit.states) + 4 * unit.num_gradients) // demand.num_ranks
+    if demand.num_micro_batches == 1:
+        gradient = 4 * demand.itemsize
+    else:
+        gradient = demand.itemsize + 12 + (demand.num_micro_batches - 1) * (demand.itemsize + 8)
+    return (2 * (unit.trained_weights + unit.states) + gradient * unit.num_gradients) // demand.num_ranks
 
 
 def _times(passes: list[_Pass], hardware: Hardware, share: float) -> dict[str, float]:

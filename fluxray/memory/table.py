@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 
 from fluxray.memory.estimate import GIB
 from fluxray.memory.plan import HOST_SHARE, MemoryPlan
-from fluxray.memory.speed import BLOCK_SHARE
 
 GB = 10**9
 
@@ -90,7 +89,8 @@ def _speed(plan: MemoryPlan) -> Iterator[str]:
     rates = f"{tokens / speed.seconds:,.0f} tokens/s, {rows / speed.seconds:.3g} rows/s"
     yield f"{'speed':<18}{_seconds(speed.seconds)} a step, {rates}"
     yield f"{'bound by':<18}{_bounds(plan)}"
-    yield f"{'floor':<18}{_seconds(speed.floor)} a step; expected are {BLOCK_SHARE:.0%} of the matrix rate inside the blocks"
+    share = f"{plan.hardware.block_share:.0%} of the matrix rate"
+    yield f"{'floor':<18}{_seconds(speed.floor)} a step; expected are {share} inside the blocks"
     if speed.hiding_tokens is not None:
         where = "above" if tokens >= speed.hiding_tokens else "below"
         yield f"{'transfers':<18}hide from {speed.hiding_tokens:,} tokens a step on; this run is {where}"

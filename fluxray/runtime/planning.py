@@ -1,6 +1,7 @@
 """From a configuration to its memory plan: where models, formats of state and layouts meet the arithmetic of `fluxray.memory`."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from fluxray.memory import probe
 from fluxray.memory.estimate import GIB, Demand, UnitBytes
 from fluxray.memory.plan import MemoryPlan, Wanted, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
-from fluxray.memory.speed import Hardware
+from fluxray.memory.speed import BLOCK_SHARE, Hardware
 from fluxray.memory.table import reason, table
 from fluxray.metrics import measure_matrix_tflops
 from fluxray.models import flux
@@ -27,6 +28,7 @@ from fluxray.models.blocks import find_block_lists
 from fluxray.models.causal_lm import build_causal_lm
 from fluxray.optim.states import state_format
 from fluxray.protocols import TextBatch
+from fluxray.runtime.blockprobe import probe_block
 
 MAX_SUGGESTIONS = 3
 
@@ -34,7 +36,7 @@ MAX_SUGGESTIONS = 3
 def plan_run(config: TrainConfig, spec: ModelSpec | None = None) -> MemoryPlan:
     """Return the plan of a run, which may not fit. Nothing is allocated but what probes need where `hardware` is open."""
     spec = spec or model_spec(config)
-    return plan(demand(config, spec), hardware(config), _wanted(config, spec))
+    return plan(demand(config, spec), hardware(config, spec), _wanted(config, spec))
 
 
 def require_fit(config: TrainConfig, found: MemoryPlan) -> None:
@@ -136,8 +138,10 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
     )
 
 
-def hardware(config: TrainConfig) -> Hardware:
+def hardware(config: TrainConfig, spec: ModelSpec) -> Hardware:
     """Return the figures of `hardware.*`, and where they are open this machine's, read or measured.
+
+    Where the matrix rate is open, a block of the model shows what share of it blocks reach.
 
     Raises ConfigError for a GPU's figures on a machine without one.
     """
@@ -169,7 +173,13 @@ def hardware(config: TrainConfig) -> Hardware:
     if stream and wants_gpu:
         link = figure("link", lambda: probe.probe_link(device), (1e9, "GB/s each way"), "measured")
     tflops = figure("tflops", lambda: measure_matrix_tflops(device, dtype), (1, "TFLOPS"), "measured")
-    return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
+    share = BLOCK_SHARE
+    if stream and wants_gpu and given.tflops is None and not flux.is_flux(config.model):
+        with suppress(torch.OutOfMemoryError):  # the plan will say what does not fit
+            attained = probe_block(config, spec, device)
+            share = min(attained / (tflops * 1e12), 1.0)
+            sources["blocks"] = f"{attained / 1e12:.4g} TFLOPS, measured"
+    return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources, share)
 
 
 def is_complete(config: TrainConfig) -> bool:

@@ -11,10 +11,10 @@ STEP_16K = ("batch.micro_size=4", "batch.accumulation_steps=2")
 
 
 def test_neox_20b_under_45_gb_as_planned_by_hand():
-    small, large = planned("neox-20b", *STEP_16K, "engine.kept_blocks=0"), planned("neox-20b")
+    small, large = (planned("neox-20b", *words, "engine.kept_blocks=0") for words in (STEP_16K, ()))
     assert small.demand.tokens == 16_384 and large.demand.tokens == 32_768
-    assert small.device_bytes / GIB == pytest.approx(26, rel=0.03)
-    assert large.device_bytes / GIB == pytest.approx(34.5, rel=0.03)
+    assert small.device_bytes / GIB == pytest.approx(26.3, rel=0.03)
+    assert large.device_bytes / GIB == pytest.approx(34.8, rel=0.03)
     assert large.bytes.host["blocks"] / GIB == pytest.approx(93.4, abs=0.1)
     assert not small.shortfalls and not large.shortfalls
 
@@ -67,12 +67,13 @@ def test_a_step_is_bound_by_the_link_below_and_by_arithmetic_above():
 
 
 def test_the_floor_is_flops_over_rate_where_nothing_else_bounds_it():
-    found = planned("neox-20b", "engine.resident_blocks=0")
+    found = planned("neox-20b", "engine.resident_blocks=0", "engine.kept_blocks=0")
     spec, rows = found.demand.spec, found.demand.rank_rows
     blocks = sum(spec.kinds[block.kind].forward_flops for block in spec.blocks)
     again = sum(spec.kinds[block.kind].again_flops for block in spec.blocks[:-1])  # the last one is not computed again
     arithmetic = rows * (3 * blocks + again + 3 * spec.outside_flops) / 100e12
-    step = 20.55e9 * 14.06 / 768e9
+    # weights and states read and written; a bf16 gradient of four micro-batches copied, added thrice, read for norm and step
+    step = 20.55e9 * (2 * 5.03 + 6 + 3 * 10 + 4 + 4) / 768e9
     assert found.speed.floor == pytest.approx(arithmetic + step, rel=1e-3)
 
 
@@ -160,9 +161,9 @@ def test_measured_bytes_are_told_beside_the_planned():
 
 
 def test_a_summary_is_two_lines_with_what_bounds_a_step():
-    first, second = summary(planned("neox-20b"))
+    first, second = summary(planned("neox-20b", "engine.kept_blocks=0"))
     assert " of 41.9 GiB, host 97.4 of 121.6 GiB; 0 of 44 blocks resident, activations of 0 kept, logits of 2,048" in first
-    assert "bound by arithmetic 99%" in second and second.startswith("plan: ") and "; floor " in second
+    assert "bound by arithmetic 98%" in second and second.startswith("plan: ") and "; floor " in second
 
 
 def test_the_categories_of_the_table_add_up():

@@ -5,7 +5,9 @@ from fluxray import cli
 from fluxray.config.load import resolve
 from fluxray.errors import ConfigError, PlanError
 from fluxray.memory import probe
+from fluxray.memory.speed import BLOCK_SHARE
 from fluxray.runtime import planning
+from fluxray.runtime.blockprobe import probe_block
 from tests.memory.helpers import planned
 
 
@@ -65,7 +67,7 @@ def test_nothing_fits_a_card_that_is_too_small():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
 def test_open_figures_of_a_gpu_that_is_not_here_are_asked_for():
     with pytest.raises(ConfigError) as refused:
-        planning.hardware(resolve("fsdp8", "flux2-seed"))
+        planned("flux2-seed", profile="fsdp8")
     assert str(refused.value) == (
         "hardware.device_memory: is open and torch finds no GPU here to ask; give hardware.device_memory=45GB "
         "hardware.memory_bandwidth=768GB/s hardware.tflops=100"
@@ -73,7 +75,7 @@ def test_open_figures_of_a_gpu_that_is_not_here_are_asked_for():
 
 
 def test_a_machine_without_a_gpu_is_read_and_measured():
-    found = planning.hardware(resolve("cpu", "lm-tiny"))
+    found = planned("lm-tiny", profile="cpu").hardware
     assert found.device_bytes == found.host_bytes and found.tflops > 0
     assert found.sources["host_memory"].endswith("read from this machine")
 
@@ -117,3 +119,18 @@ def test_the_probes_measure_what_hardware_can_do():
     device = torch.device("cuda")
     assert 2e9 < probe.probe_link(device) < 1e12
     assert 1e11 < probe.probe_memory_bandwidth(device) < 2e13
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_block_is_measured_where_the_matrix_rate_is_open():
+    found = planned("lm-tiny", "hardware.tflops=null", "compile=false", "allocator=native").hardware
+    assert 0 < found.block_share < 1 and found.block_share != BLOCK_SHARE
+    assert found.sources["blocks"].endswith(" TFLOPS, measured")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_block_computes_as_in_training_and_is_timed(dropout):
+    words = ("compile=false", f"model.config.hidden_dropout={dropout}", "model.config.num_hidden_layers=2")
+    config = resolve("a6000", "lm-tiny", list(words))
+    assert 1e8 < probe_block(config, planning.model_spec(config), torch.device("cpu")) < 1e13
