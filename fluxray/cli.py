@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fluxray.errors import ConfigError, FluxrayError
+from fluxray.runtime.imports import end_quickly, quick_imports
 from fluxray.runtime.outcome import FailedError, StoppedError
 
 USER_FAULT, FAILURE, STOPPED = 2, 1, 130
@@ -41,7 +42,8 @@ def train(overrides: Overrides = None, profile: Profile = None, model: Model = N
 
     interrupt_on_sigterm()
     config = resolve(profile, model, overrides or ())
-    from fluxray.runtime.launch import train as launch
+    with quick_imports():
+        from fluxray.runtime.launch import train as launch
 
     done = launch(config, label=model or "run", verbose=verbose)
     summary = done.summary
@@ -61,7 +63,8 @@ def plan(overrides: Overrides = None, profile: Profile = None, model: Model = No
     from fluxray.config.load import resolve
 
     resolved = resolve(profile, model, overrides or ())
-    from fluxray.runtime.planning import describe, plan_run, require_fit
+    with quick_imports():
+        from fluxray.runtime.planning import describe, plan_run, require_fit
 
     found = plan_run(resolved)
     print("\n".join(describe(resolved, found, model or "model")), flush=True)
@@ -99,7 +102,8 @@ def evaluate(run: Run, storage: Storage = None, verbose: Verbose = False) -> Non
 
     interrupt_on_sigterm()
     run_dir = _run_dir(run, storage)
-    from fluxray.runtime.launch import evaluate as launch
+    with quick_imports():
+        from fluxray.runtime.launch import evaluate as launch
 
     summary = launch(run_dir, verbose=verbose)
     print(f"{run_dir.name} at step {summary.step}: loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}")
@@ -114,7 +118,8 @@ def export(
 ) -> None:
     """Write a run's newest checkpoint as a folder that transformers loads."""
     run_dir = _run_dir(run, storage)
-    from fluxray.export import export_run
+    with quick_imports():
+        from fluxray.export import export_run
 
     print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype)}")
 
@@ -149,8 +154,9 @@ def checkpoints(
 
     if step is not None and copy is None:
         raise ConfigError("--step: has no effect without --copy; drop it or name a folder with --copy")
-    from fluxray.runtime import checkpoints as kept
-    from fluxray.runtime.mirrored import lines_at, lines_of
+    with quick_imports():
+        from fluxray.runtime import checkpoints as kept
+        from fluxray.runtime.mirrored import lines_at, lines_of
 
     if "://" in run:
         if verify or prune is not None or copy is not None:
@@ -202,6 +208,7 @@ def ui(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 the user's fault, 130 stopped (resumable)."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it tries again is said in the end
+    end_quickly()
     usage_error: Any = typer.BadParameter.__base__
     try:
         code = app(args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fluxray.runtime import spool
+from fluxray.runtime.imports import quick_imports
 from fluxray.runtime.sender import BusyError, Sender, Target
 
 PATIENCE_S = 5.0
@@ -22,7 +23,8 @@ def deliver(target: Target, longest_s: float, notify: Callable[[str], None]) -> 
 
     Returns what stood in the way; None if the spool is empty, or emptying when the time was over.
     """
-    import mlflow.tracking  # noqa: F401 - takes seconds that are not the server's
+    with quick_imports():
+        import mlflow.tracking  # noqa: F401 - takes seconds that are not the server's
 
     patience = LOCAL_PATIENCE_S if target.home else PATIENCE_S
     attempt = _Attempt(target, notify)

@@ -13,6 +13,7 @@ from fluxray.errors import FluxrayError
 from fluxray.protocols import Report, RunSummary, SavedCheckpoint
 from fluxray.runtime.board import Assignment, Fault
 from fluxray.runtime.context import WorkerContext
+from fluxray.runtime.imports import quick_imports
 from fluxray.runtime.paths import committed_checkpoints, registered_checkpoints
 from fluxray.runtime.tracking import MetricWriter
 
@@ -41,7 +42,8 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         fault = earlier[min(earlier)]
         ray.get(assignment.board.post_fault.remote(rank, fault))
         return {"fault": fault}
-    run: WorkerFn = pickle.loads(assignment.run)  # imports the models, before a thread of the reporter's imports MLflow
+    with quick_imports():  # of the models, before a thread of the reporter's imports MLflow
+        run: WorkerFn = pickle.loads(assignment.run)
     reporter = Reporter(assignment, rank)
     context = WorkerContext(
         rank=rank,
