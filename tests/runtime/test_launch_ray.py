@@ -1,11 +1,14 @@
 """The real adapter on a real Ray: what a run is made of is faked, everything between driver and worker is not."""
 
+import io
 import json
 import os
 import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -128,6 +131,45 @@ def checkpoints(storage, name):
     return [int(name[-8:]) for name in on_disk]
 
 
+def one_rank_hangs(config, context):
+    """Fall silent on rank 1 after three steps, which rank 0 waits for in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    say(context, f"rank {context.rank}")
+    for step in range(1, 9):
+        if context.rank == 1 and step == 4:
+            time.sleep(10_000)
+        dist.all_reduce(torch.ones(1))
+        context.heartbeat(step)
+        time.sleep(1.1)  # a heartbeat is sent once a second
+    raise AssertionError("unreachable")
+
+
+def launch_hanging(storage):
+    """Return how a run of which one rank hangs is explained, and the seconds that it took."""
+    from fluxray.runtime.outcome import FailedError
+
+    asked = {"resources.num_workers": 2, "resources.max_failures": 0, "resources.collective_timeout_s": 9, "batch.micro_size": 4}
+    start = time.monotonic()
+    with pytest.raises(
+        FailedError, match=r"^run hung: worker 0 failed: .*[Tt]imed out.* \(worker 1 has said nothing since step"
+    ) as end:
+        launch(configure(storage, "hung", **asked), one_rank_hangs)
+    return str(end.value), time.monotonic() - start
+
+
+@pytest.fixture(scope="module")
+def hung(cluster, storage):
+    """That run, begun before the others and going on beside them: most of its time is waiting."""
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(launch_hanging, storage)
+        attempts = storage / "runs" / "hung" / "attempts.txt"
+        while not ended.done() and not (attempts.exists() and len(attempts.read_text().splitlines()) == 2):
+            time.sleep(0.1)  # its time limit reaches its workers by the environment of this process
+        yield ended
+
+
 def test_what_the_cluster_cannot_hold_is_refused_at_once(cluster, tmp_path):
     start = time.monotonic()
     with pytest.raises(PlanError, match=r"resources\.gpu: 1000 workers of 1 GPU .* has 0 GPUs and 2 CPUs on 1 node"):
@@ -136,6 +178,7 @@ def test_what_the_cluster_cannot_hold_is_refused_at_once(cluster, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.usefixtures("hung")
 def test_a_killed_worker_goes_on_from_the_last_commit(cluster, storage, capsys):
     done = launch(configure(storage, "killed", **{"resources.max_failures": 1}), killed_once)
     assert done.summary.step == 8
@@ -159,24 +202,14 @@ def test_a_finished_run_is_prolonged_in_the_same_folder_and_mlflow_run(cluster, 
     assert mlflow_runs(storage, "killed") == (["FINISHED"], [list(range(1, 13))])
 
 
-def to_the_end(config, context):
-    return loop(config, context, newest(context))
-
-
-def test_a_run_without_its_tracking_server_is_a_run(cluster, storage, capsys):
-    done = launch(configure(storage, "alone", **{"tracking.uri": "http://127.0.0.1:9"}), to_the_end)
-    assert done.summary.step == 8
-    out = capsys.readouterr().out
-    assert out.count("does not answer") == 1
-    assert "has not got 16 points and 2 other records of run alone yet (connection refused)" in out
-
-
 def from_the_newest(config, context):
     say(context, context.checkpoints[0].name)
     return loop(config, context, int(context.checkpoints[0].name[-8:]))
 
 
-def test_what_is_fetched_from_the_mirror_counts_for_ray_and_is_pruned_like_the_others(cluster, storage, capsys):
+@pytest.fixture(scope="module")
+def fetched(cluster, storage):
+    """A run whose checkpoint is in its mirror alone, and whose tracking server is not there; and what it said."""
     import torch
 
     from fluxray import checkpoint
@@ -190,10 +223,23 @@ def test_what_is_fetched_from_the_mirror_counts_for_ray_and_is_pruned_like_the_o
     saved = checkpoint.save(storage / "other", state, [StateItem("weights", "w", (4,), 0, torch.ones(4))])
     mirror.send(saved, saved.name, 0, lambda _: None)
     mirror.commit(saved, saved.name)
-    launch(configure(storage, "fetched", **{"checkpoint.mirror": f"file://{storage}/mirror"}), from_the_newest)
-    assert f"fetched step_00000004 from file://{storage}/mirror/fetched\n" in capsys.readouterr().out
+    places = {"checkpoint.mirror": f"file://{storage}/mirror", "tracking.uri": "http://127.0.0.1:9"}
+    with redirect_stdout(io.StringIO()) as out:
+        done = launch(configure(storage, "fetched", **places), from_the_newest)
+    return done, out.getvalue()
+
+
+def test_what_is_fetched_from_the_mirror_counts_for_ray_and_is_pruned_like_the_others(fetched, storage):
+    assert f"fetched step_00000004 from file://{storage}/mirror/fetched\n" in fetched[1]
     assert said(storage, "fetched") == ["step_00000004"]
     assert checkpoints(storage, "fetched") == [8, 6], "4 was deleted, so Ray knew it"
+
+
+def test_a_run_without_its_tracking_server_is_a_run(fetched):
+    done, out = fetched
+    assert done.summary.step == 8
+    assert out.count("does not answer") == 1
+    assert "has not got 8 points and 2 other records of run fetched yet (connection refused)" in out
 
 
 def broken(config, context):
@@ -219,14 +265,15 @@ def test_a_failed_evaluation_is_explained_and_leaves_the_run_as_it_is(cluster, s
 
 def until_asked_to_stop(config, context):
     """Train without end, asking for the stop itself as a signal to the driver would."""
-    say(context, str(newest(context)))
-    for step in range(newest(context) + 1, 1000):
+    start = newest(context)
+    say(context, str(start))
+    for step in range(start + 1, 1000):
         context.report(Report(step, {"train/loss": 1 / step}))
-        if step == 3 and newest(context) == 0:
+        if step == 3 and start == 0:
             os.kill(int((context.run_dir / "driver.pid").read_text()), signal.SIGTERM)
-        if context.heartbeat(step) or (newest(context) and step >= config.train.num_steps):
+        if context.heartbeat(step) or (start and step >= config.train.num_steps):
             break
-        time.sleep(0.1)
+        time.sleep(0 if start else 0.1)
     last = save(context, step)
     context.report(Report(step, {}, SavedCheckpoint(last, lambda: time.sleep(1) or 1.0)))
     stopped = step < config.train.num_steps
@@ -277,29 +324,8 @@ def test_a_fault_on_one_rank_is_code_2_and_is_not_repeated(cluster, storage, mon
     assert mlflow_runs(storage, "fault") == (["FAILED"], [[]])
 
 
-def one_rank_hangs(config, context):
-    """Fall silent on rank 1 after three steps, which rank 0 waits for in a collective."""
-    import torch
-    import torch.distributed as dist
-
-    for step in range(1, 9):
-        if context.rank == 1 and step == 4:
-            time.sleep(10_000)
-        dist.all_reduce(torch.ones(1))
-        context.heartbeat(step)
-        time.sleep(1.1)  # a heartbeat is sent once a second
-    raise AssertionError("unreachable")
-
-
-def test_a_rank_that_hangs_is_named_once_the_time_of_the_others_is_over(cluster, storage):
-    from fluxray.runtime.outcome import FailedError
-
-    asked = {"resources.num_workers": 2, "resources.max_failures": 0, "resources.collective_timeout_s": 9, "batch.micro_size": 4}
-    start = time.monotonic()
-    with pytest.raises(
-        FailedError, match=r"^run hung: worker 0 failed: .*[Tt]imed out.* \(worker 1 has said nothing since step"
-    ) as end:
-        launch(configure(storage, "hung", **asked), one_rank_hangs)
-    assert "begins anew, there is no checkpoint yet" in str(end.value) and "\n" not in str(end.value)
-    assert time.monotonic() - start > 9
+def test_a_rank_that_hangs_is_named_once_the_time_of_the_others_is_over(hung, storage):
+    told, seconds = hung.result()
+    assert "begins anew, there is no checkpoint yet" in told and "\n" not in told
+    assert seconds > 9
     assert "Traceback" in (storage / "runs" / "hung" / "failure.txt").read_text()

@@ -1,4 +1,7 @@
-"""Every command of the README that does not say what it needs, in its order and in one home; runs are small and short."""
+"""Every command of the README that does not say what it needs, in its order and in one home; runs are small and short.
+
+One training starts a Ray of its own, while the others join one by RAY_ADDRESS.
+"""
 
 import os
 import re
@@ -8,16 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.readme import commands_without_needs
+from tests.runtime.forked import Done, fluxray
+from tests.runtime.heads import Head, answers, running, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = commands_without_needs(ROOT / "README.md")
+ALONE = next(command for command in COMMANDS if command.startswith("fluxray train"))
+OTHERS = [command for command in COMMANDS if command != ALONE and not command.startswith("fluxray ui")]
 SMALL = [
     "model.config.hidden_size=64",
     "model.config.num_hidden_layers=2",
@@ -47,28 +55,72 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(shell: Path, command: str) -> "subprocess.Popen[str]":
-    """Start a command with a hundredth of its steps."""
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    with running("disabled") as head:
+        until(lambda: answers(head.address), "head")
+        yield head
+
+
+@pytest.fixture(scope="module")
+def alone(shell: Path) -> Iterator["subprocess.Popen[str]"]:
+    """The training with a Ray of its own, beside the commands before it is looked at."""
+    process = start(shell, ALONE)
+    yield process
+    if process.poll() is None:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def shortened(command: str) -> list[str]:
+    """Return the words of a command, with a hundredth of its steps."""
     words = shlex.split(re.sub(r"(train\.num_steps=|--step )(\d+)00\b", r"\1\2", command))[1:]
-    environment = {**os.environ, "FLUXRAY_HOME": str(shell / "home"), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
-    environment.pop("RAY_ADDRESS", None)
+    return [*words, *(SMALL if words[0] == "train" else ())]
+
+
+def environment_of(shell: Path, **joining: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "FLUXRAY_"))}
+    own = {"FLUXRAY_HOME": str(shell / "home"), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "PYTHONPATH": str(ROOT)}
+    return {**kept, **own, **joining}
+
+
+def start(shell: Path, command: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", "from fluxray.cli import main; main()", *words, *(SMALL if words[0] == "train" else ())],
+        [sys.executable, "-c", "from fluxray.cli import main; main()", *shortened(command)],
         cwd=shell,
-        env={**environment, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        env={**environment_of(shell), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("fluxray ui")])
-def test_a_command_of_the_readme_does_what_it_says(shell: Path, command: str) -> None:
-    process = start(shell, command)
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == 0 or (command.startswith("fluxray doctor") and process.returncode == 1), err[-3000:]
-    assert SAYS[" ".join(command.split()[:2])] in out
-    assert "Traceback" not in err
+def joined(head: Head, shell: Path, command: str) -> Done:
+    words = shortened(command)
+    joining = {"RAY_ADDRESS": head.address, "RAY_AUTH_MODE": head.mode} if words[0] in ("train", "evaluate") else {}
+    return fluxray(words, shell, environment_of(shell, **joining), shell / f"said-{OTHERS.index(command)}")
+
+
+def check(command: str, done: Done) -> None:
+    assert done.code == 0 or (command.startswith("fluxray doctor") and done.code == 1), done.err[-3000:]
+    assert SAYS[" ".join(command.split()[:2])] in done.out
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("command", [command for command in OTHERS if not command.startswith("fluxray sync")])
+def test_a_command_of_the_readme_does_what_it_says(head: Head, shell: Path, command: str) -> None:
+    check(command, joined(head, shell, command))
+
+
+def test_a_training_of_the_readme_starts_a_ray_of_its_own(alone: "subprocess.Popen[str]") -> None:
+    out, err = alone.communicate(timeout=280)
+    check(ALONE, Done(alone.returncode, out, err))
+
+
+@pytest.mark.parametrize("command", [command for command in OTHERS if command.startswith("fluxray sync")])
+def test_mlflow_has_all_of_it(head: Head, shell: Path, command: str) -> None:
+    check(command, joined(head, shell, command))
 
 
 def test_the_pages_open(shell: Path) -> None:

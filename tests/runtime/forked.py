@@ -1,0 +1,45 @@
+"""Commands of ours in processes of their own, forked from one that has imported what they need: seconds less for each."""
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+LOADED = ["fluxray.runtime.launch", "fluxray.runtime.checkpoints", "fluxray.export", __name__]
+LIMIT_S = 200
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it said."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def fluxray(words: Sequence[str], cwd: Path, environment: dict[str, str], said: Path) -> Done:
+    """Run a command to its end; what it says goes to files under `said`."""
+    CONTEXT.set_forkserver_preload(LOADED)
+    said.mkdir()
+    process = CONTEXT.Process(target=_run, args=(list(words), cwd, environment, said))
+    process.start()
+    try:
+        process.join(LIMIT_S)
+        return Done(process.exitcode, (said / "out").read_text(), (said / "err").read_text())
+    finally:
+        process.kill()
+        process.join()
+
+
+def _run(words: list[str], cwd: Path, environment: dict[str, str], said: Path) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    from fluxray.cli import main
+
+    main(words)
