@@ -54,7 +54,7 @@ def resolved(row: str, folder: Path, cap_gb: float, extra: list[str]) -> Any:
     (folder / "one.txt").write_text("\n".join(topics.values()) * 12)
     model, words = ROWS[row]
     return resolve("a6000", model, [
-        f"data.source=path:{folder / 'one.txt'}", f"data.max_slice={SEQUENCE}", "data.vocab_size=8192",
+        f"data.source=path:{folder / 'one.txt'}", f"data.max_slice={SEQUENCE}", "data.vocab_size=8192", "data.packing=false",
         "optim.warmup_steps=20", "optim.lr=2e-5", f"hardware.device_memory={cap_gb:g}GB", *MEASURED, *words, *extra,
     ])  # fmt: skip
 

@@ -5,7 +5,7 @@ their bytes take 1.1). Both give the same bits: the gradient is exact in fp32, a
 """
 
 # Inside a kernel Python is Triton's, whose constants pyright does not know.
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
 import torch
 import triton

@@ -1,62 +1,113 @@
-"""How fast a device computes the model's own blocks, as the stream engine will run them: measured in some seconds."""
+"""How fast a device computes the blocks of a model, and what they hold meanwhile: measured as the stream engine runs them."""
 
 import statistics
 import time
+from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
 from fluxray.config.schema import TrainConfig
 from fluxray.engine.parallelize import prepare_stream
 from fluxray.engine.stream_compute import Computation
-from fluxray.memory.spec import ModelSpec
+from fluxray.memory.live import BlockMemory
+from fluxray.memory.spec import KindSpec, ModelSpec
 from fluxray.models.causal_lm import build_causal_lm
-from fluxray.protocols import BatchKey, SampleId, TextBatch
+from fluxray.protocols import BatchKey, BlockStack, SampleId, TextBatch
 
 WARM_UP, REPEATS = 2, 3
 SMALLEST_VOCABULARY = 512
 
 
-def probe_block(config: TrainConfig, spec: ModelSpec, device: torch.device) -> float:
-    """Return the FLOP/s of forward, recomputation and backward of one block with one micro-batch, as `spec` counts FLOPs.
+def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device) -> tuple[float, ModelSpec]:
+    """Run a block of each kind on `device`, one micro-batch forward and backward.
 
-    A model with several kinds of block is measured by its first. Takes the memory of one block and its activations; raises
-    torch.OutOfMemoryError where that is not there.
+    Returns the FLOP/s of forward, recomputation and backward, as `spec` counts FLOPs, and on a GPU the spec with the bytes that a
+    block really holds, which are fewer than counted where a compiler has fused it. Takes the memory of one block and its
+    activations; raises torch.OutOfMemoryError where that is not there.
     """
-    stack = build_causal_lm(config.model, config.seed, config.data.vocab_size or SMALLEST_VOCABULARY)
-    prepare_stream(stack, config.compile)
-    dtype = torch.bfloat16 if config.precision == "mixed-bf16" else torch.float32
-    for block in (stack.blocks[0], None):
-        stack.materialise(device, block)
-        (stack.model if block is None else stack.blocks[0].module).to(dtype)
-    rows, length = config.batch.micro_size, spec.row_tokens
-    tokens = torch.randint(0, SMALLEST_VOCABULARY // 2, (rows, length), device=device)
-    places = torch.arange(length, device=device).expand(rows, -1).contiguous()
-    key = BatchKey(config.seed, 0, tuple(SampleId(0, row) for row in range(rows)))
-    batch = TextBatch(tokens, places, torch.zeros_like(tokens), tokens, not config.data.packing, rows * length, key)
-    model = Computation(stack, lambda *_: None, device, config.precision == "amp-bf16", 1)  # type: ignore[arg-type]
-    with torch.no_grad():
-        state = model.prologue(batch)
-    parameters = list(stack.blocks[0].module.parameters())
+    flops = seconds = 0.0
+    kinds = dict(spec.kinds)
+    for name, kind in spec.kinds.items():
+        of_kind = [index for index, block in enumerate(spec.blocks) if block.kind == name]
+        again = 0 if len(spec.blocks) == 1 else _again(config, spec, kind)
+        with _Bench(config, spec, of_kind[0], 0, device) as bench:
+            each, peak, _ = bench.measure()
+        flops += len(of_kind) * bench.rows * (3 * kind.forward_flops + again)
+        seconds += len(of_kind) * each
+        if device.type == "cuda":
+            with _Bench(config, spec, of_kind[0], len(spec.blocks) - 1, device) as bench:
+                _, peak_of_kept, kept = bench.measure()
+            held = BlockMemory(kept, max(peak, peak_of_kept))
+            kinds[name] = replace(kind, memory={0: BlockMemory(0, 0), bench.rows: held})
+    return flops / seconds, replace(spec, kinds=kinds)
 
-    def once() -> float:
-        _synchronize(device)
+
+def _again(config: TrainConfig, spec: ModelSpec, kind: KindSpec) -> int:
+    return kind.again_flops if config.compile and not spec.has_dropout else kind.forward_flops
+
+
+class _Bench:
+    """One block on the device with one micro-batch of inputs; `num_kept` blocks before the last keep their activations."""
+
+    def __init__(self, config: TrainConfig, spec: ModelSpec, index: int, num_kept: int, device: torch.device):
+        self.rows = config.batch.micro_size
+        self._index, self._device = index, device
+        self._stack: BlockStack = build_causal_lm(config.model, config.seed, config.data.vocab_size or SMALLEST_VOCABULARY)
+        prepare_stream(self._stack, config.compile, num_kept)
+        self._config, self._length = config, spec.row_tokens
+
+    def __enter__(self) -> "_Bench":
+        config, device, stack = self._config, self._device, self._stack
+        dtype = torch.bfloat16 if config.precision == "mixed-bf16" else torch.float32
+        block = stack.blocks[self._index]
+        for part, module in ((block, block.module), (None, stack.model)):
+            stack.materialise(device, part)
+            nn.Module.to(module, dtype)
+        for parameter in block.module.parameters():
+            parameter.register_post_accumulate_grad_hook(_free_gradient)
+        self._model = Computation(stack, lambda *_: None, device, config.precision == "amp-bf16", 1)  # type: ignore[arg-type]
+        with torch.no_grad():
+            self._state = self._model.prologue(self._batch())
+        self._above = [torch.full_like(tensor, 1e-3) for tensor in self._state.carry]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._model, self._state, self._above, self._stack
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def measure(self) -> tuple[float, int, int]:
+        """Return seconds of forward and backward, and bytes: the most during both, and what forward leaves. 0 on a CPU."""
+        found = [self._once() for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+        return statistics.median(seconds for seconds, _, _ in found), found[-1][1], found[-1][2]
+
+    def _once(self) -> tuple[float, int, int]:
+        before = self._allocated()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         start = time.perf_counter()
-        graph = model.differentiable_block(0, state, ())
-        torch.autograd.backward(graph.carry, [torch.full_like(tensor, 1e-3) for tensor in graph.carry])
-        _synchronize(device)
-        seconds = time.perf_counter() - start
-        for parameter in parameters:
-            parameter.grad = None
-        return seconds
+        graph = self._model.differentiable_block(self._index, self._state, ())
+        kept = self._allocated() - before
+        torch.autograd.backward(graph.carry, self._above)
+        if self._device.type != "cuda":
+            return time.perf_counter() - start, 0, 0
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated(self._device) - before, kept
 
-    seconds = statistics.median([once() for _ in range(WARM_UP + REPEATS)][WARM_UP:])
-    kind = spec.kinds[spec.blocks[0].kind]
-    again = 0.0
-    if len(stack.blocks) > 1:
-        again = kind.again_flops if config.compile and not stack.has_dropout else kind.forward_flops
-    return rows * (3 * kind.forward_flops + again) / seconds
+    def _allocated(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def _batch(self) -> TextBatch:
+        rows, length, seed = self.rows, self._length, self._config.seed
+        tokens = torch.randint(0, SMALLEST_VOCABULARY // 2, (rows, length), device=self._device)
+        places = torch.arange(length, device=self._device).expand(rows, -1).contiguous()
+        key = BatchKey(seed, 0, tuple(SampleId(0, row) for row in range(rows)))
+        return TextBatch(tokens, places, torch.zeros_like(tokens), tokens, not self._config.data.packing, rows * length, key)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

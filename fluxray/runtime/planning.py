@@ -20,7 +20,7 @@ from fluxray.memory import probe
 from fluxray.memory.estimate import GIB, Demand, UnitBytes
 from fluxray.memory.plan import MemoryPlan, Wanted, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
-from fluxray.memory.speed import BLOCK_SHARE, Hardware
+from fluxray.memory.speed import Hardware
 from fluxray.memory.table import reason, table
 from fluxray.metrics import measure_matrix_tflops
 from fluxray.models import flux
@@ -28,7 +28,7 @@ from fluxray.models.blocks import find_block_lists
 from fluxray.models.causal_lm import build_causal_lm
 from fluxray.optim.states import state_format
 from fluxray.protocols import TextBatch
-from fluxray.runtime.blockprobe import probe_block
+from fluxray.runtime.blockprobe import probe_blocks
 
 MAX_SUGGESTIONS = 3
 
@@ -36,7 +36,8 @@ MAX_SUGGESTIONS = 3
 def plan_run(config: TrainConfig, spec: ModelSpec | None = None) -> MemoryPlan:
     """Return the plan of a run, which may not fit. Nothing is allocated but what probes need where `hardware` is open."""
     spec = spec or model_spec(config)
-    return plan(demand(config, spec), hardware(config, spec), _wanted(config, spec))
+    device, spec = _with_blocks(config, hardware(config), spec)
+    return plan(demand(config, spec), device, _wanted(config, spec))
 
 
 def require_fit(config: TrainConfig, found: MemoryPlan) -> None:
@@ -138,10 +139,8 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
     )
 
 
-def hardware(config: TrainConfig, spec: ModelSpec) -> Hardware:
+def hardware(config: TrainConfig) -> Hardware:
     """Return the figures of `hardware.*`, and where they are open this machine's, read or measured.
-
-    Where the matrix rate is open, a block of the model shows what share of it blocks reach.
 
     Raises ConfigError for a GPU's figures on a machine without one.
     """
@@ -173,13 +172,18 @@ def hardware(config: TrainConfig, spec: ModelSpec) -> Hardware:
     if stream and wants_gpu:
         link = figure("link", lambda: probe.probe_link(device), (1e9, "GB/s each way"), "measured")
     tflops = figure("tflops", lambda: measure_matrix_tflops(device, dtype), (1, "TFLOPS"), "measured")
-    share = BLOCK_SHARE
-    if stream and wants_gpu and given.tflops is None and not flux.is_flux(config.model):
+    return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
+
+
+def _with_blocks(config: TrainConfig, found: Hardware, spec: ModelSpec) -> tuple[Hardware, ModelSpec]:
+    """Measure the model's blocks where the matrix rate of a GPU that streams was measured too."""
+    measured = config.engine.kind == "stream" and config.resources.gpu > 0 and config.hardware.tflops is None
+    if measured and not flux.is_flux(config.model):
         with suppress(torch.OutOfMemoryError):  # the plan will say what does not fit
-            attained = probe_block(config, spec, device)
-            share = min(attained / (tflops * 1e12), 1.0)
-            sources["blocks"] = f"{attained / 1e12:.4g} TFLOPS, measured"
-    return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources, share)
+            attained, spec = probe_blocks(config, spec, torch.device("cuda"))
+            sources = {**found.sources, "blocks": f"{attained / 1e12:.4g} TFLOPS, measured"}
+            found = replace(found, block_share=min(attained / (found.tflops * 1e12), 1.0), sources=sources)
+    return found, spec
 
 
 def is_complete(config: TrainConfig) -> bool:

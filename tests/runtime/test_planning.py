@@ -7,7 +7,7 @@ from fluxray.errors import ConfigError, PlanError
 from fluxray.memory import probe
 from fluxray.memory.speed import BLOCK_SHARE
 from fluxray.runtime import planning
-from fluxray.runtime.blockprobe import probe_block
+from fluxray.runtime.blockprobe import probe_blocks
 from tests.memory.helpers import planned
 
 
@@ -124,13 +124,18 @@ def test_the_probes_measure_what_hardware_can_do():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_block_is_measured_where_the_matrix_rate_is_open():
-    found = planned("lm-tiny", "hardware.tflops=null", "compile=false", "allocator=native").hardware
-    assert 0 < found.block_share < 1 and found.block_share != BLOCK_SHARE
-    assert found.sources["blocks"].endswith(" TFLOPS, measured")
+    words = ("compile=false", "allocator=native", "batch.micro_size=8", "data.packing=false")
+    counted, found = (planned("lm-tiny", *words, *more) for more in ((), ("hardware.tflops=null",)))
+    assert 0 < found.hardware.block_share < 1 and found.hardware.block_share != BLOCK_SHARE
+    assert found.hardware.sources["blocks"].endswith(" TFLOPS, measured")
+    (was,), (now,) = (one.demand.spec.kinds.values() for one in (counted, found))
+    assert now.kept(8) == pytest.approx(was.kept(8), rel=0.1) and now.peak(8) == pytest.approx(was.peak(8), rel=0.25)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_block_computes_as_in_training_and_is_timed(dropout):
     words = ("compile=false", f"model.config.hidden_dropout={dropout}", "model.config.num_hidden_layers=2")
     config = resolve("a6000", "lm-tiny", list(words))
-    assert 1e8 < probe_block(config, planning.model_spec(config), torch.device("cpu")) < 1e13
+    rate, spec = probe_blocks(config, planning.model_spec(config), torch.device("cpu"))
+    assert 1e8 < rate < 1e13
+    assert spec == planning.model_spec(config)  # bytes are measured on a GPU only
