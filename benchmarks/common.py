@@ -66,8 +66,8 @@ def device_gb() -> float:
     return (torch.cuda.max_memory_reserved() + beside_torch) / 1e9
 
 
-def write(name: str, rows: list[dict[str, Any]], out_dir: Path = RESULTS) -> Path:
-    """Write `NAME.json` with everything a reader needs to repeat the rows, and print a short table."""
+def write(name: str, rows: list[dict[str, Any]], out_dir: Path = RESULTS, prints: bool = True) -> Path:
+    """Write `NAME.json` with everything a reader needs to repeat the rows, and print a short table if `prints`."""
     record = {
         "name": name,
         "date": datetime.date.today().isoformat(),
@@ -80,6 +80,6 @@ def write(name: str, rows: list[dict[str, Any]], out_dir: Path = RESULTS) -> Pat
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / f"{name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
-    for row in rows:
+    for row in rows if prints else ():
         print(json.dumps(row), flush=True)
     return path

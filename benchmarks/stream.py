@@ -203,8 +203,8 @@ def main() -> None:
     for row in arguments.only:
         rows.append(run(row, arguments))
         print(rows[-1], flush=True)
-    compare(rows)
-    common.write("stream", rows, arguments.out or common.RESULTS)
+        compare(rows)
+        common.write("stream", rows, arguments.out or common.RESULTS, prints=False)
 
 
 if __name__ == "__main__":
