@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-LOADED = ["fluxray.runtime.launch", "fluxray.runtime.checkpoints", "fluxray.export", __name__]
+LOADED = ["fluxray.runtime.launch", "fluxray.runtime.checkpoints", "fluxray.export", "mlflow.tracking", __name__]
 LIMIT_S = 200
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 BIN = Path(sys.executable).parent
 MARK = "FLUXRAY_TEST_HEAD"
 """A variable that every process of a head and of its clients inherits, whoever its parent is by then."""
@@ -103,7 +101,7 @@ def running(mode: str) -> Iterator[Head]:
     try:
         yield head
     finally:
-        while left := marked(folder):  # again, for what was being started meanwhile
+        while left := marked(folder, process.pid):  # again, for what was being started meanwhile
             for one in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one, signal.SIGKILL)
@@ -119,11 +117,16 @@ def remaining(folder: Path) -> bool:
     return folder.exists()
 
 
-def marked(folder: Path) -> list[int]:
-    """Return the ids of the processes that came of the head in `folder`."""
+def marked(folder: Path, session: int) -> list[int]:
+    """Return the ids of the processes that came of the head in `folder`, which began a session of its own.
+
+    Ray's daemons stay in the session; clients and jobs do not, but daemons write their titles over parts of their environment.
+    """
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ours = f"{MARK}={folder}".encode() in (place / "environ").read_bytes().split(b"\0")
+            status, _, _, of_session = (place / "stat").read_text().rpartition(")")[2].split()[:4]
+            if status != "Z" and (ours or int(of_session) == session):
+                found.append(int(place.name))
     return found

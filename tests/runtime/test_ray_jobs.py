@@ -35,7 +35,7 @@ TRAINING = [
 ]
 RAY = (str(BIN / "ray"),)
 PRELOADED = (sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.stdin.readline(); main()")
-"""The `ray` command, and the same loaded and waiting for a line: a stop that took seconds to load would find a short run ended."""
+"""The `ray` command, and the same loaded and waiting for a line: a stop that first had to load would find a short run ended."""
 
 
 def submit(head: Head, job: str, *words: str, ray: Sequence[str] = RAY, **changes: str) -> "subprocess.Popen[str]":

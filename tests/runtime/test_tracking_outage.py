@@ -163,10 +163,11 @@ def test_a_server_that_dies_and_comes_back_has_every_point_once(server, where, c
 
 
 def test_a_slow_server_gets_everything_in_its_own_time(proxy, server, where, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "6")
+    monkeypatch.setattr(delivery, "PATIENCE_S", 2.0)
     target = begin(where, proxy.uri)
     notices = []
-    proxy.delay = 5.0
+    proxy.delay = 2.0
     writer = MetricWriter(target, notices.append)
     assert log_quickly(writer, range(1, 401)) < 2
     wait_until_sent(target)
