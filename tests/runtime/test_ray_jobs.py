@@ -96,8 +96,8 @@ def wrong(heads: dict[str, Head]) -> "dict[str, subprocess.Popen[str]]":
     return {mode: submit(head, "wrong", *TRAINING, "optim.lrr=1") for mode, head in heads.items()}
 
 
-@pytest.mark.usefixtures("undisturbed", "wrong")
-def test_a_stopped_job_saves_and_the_same_command_goes_on(heads: dict[str, Head]) -> None:
+@pytest.mark.usefixtures("undisturbed")
+def test_a_stopped_job_saves_and_the_same_command_goes_on(heads: dict[str, Head], request: pytest.FixtureRequest) -> None:
     head = heads["token"]
     submitted = submit(head, "first", *TRAINING, "name=stopped")
     stop = head.start([*PRELOADED, "job", "stop", "first"])
@@ -109,6 +109,7 @@ def test_a_stopped_job_saves_and_the_same_command_goes_on(heads: dict[str, Head]
     assert resumed.stdin is not None
     resumed.stdin.write("\n")
     resumed.stdin.flush()
+    request.getfixturevalue("wrong")  # jobs that have their turn beside it
     log = output(submitted)
     found = re.search(r"fluxray: stopped: run stopped was stopped at step (\d+) and saved; the same command with name=sto", log)
     assert found is not None, log[-3000:]
