@@ -22,6 +22,10 @@ COLUMNS = {
     "seconds": "seconds",
     "undisturbed_s": "undisturbed, s",
     "step_ms": "step, ms",
+    "elements": "elements",
+    "bytes_per_element": "bytes an element",
+    "ms": "ms",
+    "copy_gb_per_s": "copy, GB/s",
     "undisturbed_step_ms": "undisturbed step, ms",
     "slowest_ms": "slowest step, ms",
     "undisturbed_slowest_ms": "slowest undisturbed step, ms",
@@ -122,8 +126,19 @@ def stream_conclusion(rows: list[Row]) -> str:
     peers = [row for row in rows if row.get("baseline") == "8 blocks, streamed"]
     if peers:
         best = max(peers, key=lambda row: row["ratio"])
-        told += f" On 8 blocks the fastest of the others, {best['note']}, reaches {best['ratio']:.0%} of it."
+        told += f" On 8 blocks the fastest of the others, {best['note']}, reaches {best['ratio']:.0%} of it"
+        zero = next((row for row in peers if row["note"] == "DeepSpeed ZeRO-3, all offloaded"), None)
+        told += f"; it is {1 / zero['ratio']:.1f} times as fast as DeepSpeed's ZeRO-3 offload." if zero else "."
     return told
+
+
+def step_kernel_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of step_kernel.json show."""
+    shares = ", ".join(f"{row['ratio']:.0%} with {row['master']} masters" for row in rows if "ratio" in row)
+    return (
+        "The fused step of a block of neox-20b reads and writes each byte of its state once, at this share of the rate at which "
+        f"the card copies memory: {shares}. A step of the whole model spends {44 * rows[0]['ms']:.0f} ms in it."
+    )
 
 
 def prediction_conclusion(rows: list[Row]) -> str:
@@ -145,6 +160,7 @@ CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "drill": ("Kills at random steps", drill_conclusion),
     "drill-8-workers": ("Kills at random steps, 8 workers", drill_conclusion),
     "stream": ("neox-20b (20.55B) on one GPU of at most 45 GB, sequence 2,048", stream_conclusion),
+    "step_kernel": ("The optimizer step of one block, 8-bit AdamW", step_kernel_conclusion),
     "prediction": ("What to expect of one RTX A6000, and what it costs", prediction_conclusion),
     "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),

@@ -59,8 +59,12 @@ def resolved(row: str, folder: Path, cap_gb: float, extra: list[str]) -> Any:
     ])  # fmt: skip
 
 
-def train(config: Any, engine: Any, loader: Any, num_steps: int) -> tuple[list[Any], list[float]]:
-    """Run WARM_UP + `num_steps` steps; return their outputs and when each ended."""
+def train(config: Any, engine: Any, loader: Any, num_steps: int) -> tuple[list[Any], list[float], float]:
+    """Run WARM_UP + `num_steps` steps, one behind the other as the trainer queues them.
+
+    Returns their outputs, the seconds between the ends of what they compute, and when the first one had ended. What the last
+    one copies to the host goes on beside the first computing of the next.
+    """
     import torch
 
     from fluxray.optim.schedule import build_schedule, lr_at
@@ -68,16 +72,25 @@ def train(config: Any, engine: Any, loader: Any, num_steps: int) -> tuple[list[A
 
     state = RunState(config.seed, build_schedule(config.optim, 1000))
     source = loader.train_batches(state)
-    outputs, ends = [], []
+    on_gpu = torch.cuda.is_available()
+    outputs: list[Any] = []
+    ends: list[Any] = []
+    first_ended = 0.0
     for step in range(WARM_UP + num_steps):
         if step == WARM_UP:
             engine.read_waits()
         outputs.append(engine.train_step(next(source).batches, lr_at(state.schedule, step)))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        ends.append(time.perf_counter())
+        ends.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
+        if on_gpu:
+            ends[-1].record()
+        if step == 0:
+            outputs[0].loss.item()
+            first_ended = time.perf_counter()
     source.close()
-    return outputs, ends
+    if on_gpu:
+        torch.cuda.synchronize()
+    pairs = itertools.pairwise(ends)
+    return outputs, [a.elapsed_time(b) / 1000 if on_gpu else b - a for a, b in pairs], first_ended
 
 
 def cap(cap_gb: float) -> Any:
@@ -131,9 +144,9 @@ def measure(row: str, num_steps: int, cap_gb: float, extra: list[str]) -> dict[s
     built = time.perf_counter()
     engine = build_stream_engine(config, stack, task.loss_fn, device, plan.policy)
     build_s = time.perf_counter() - built
-    outputs, ends = train(config, engine, Loader(data.train, task.prepare, config.batch, 0, 1), num_steps)
+    outputs, steps, first_ended = train(config, engine, Loader(data.train, task.prepare, config.batch, 0, 1), num_steps)
     fetch_s, _ = engine.read_waits()
-    steps = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
+    steps = steps[WARM_UP - 1 :]
     seconds, tokens, layers = statistics.median(steps), config.global_batch_size * SEQUENCE, len(stack.blocks)
     found = {
         "model": ROWS[row][0] if layers != 8 else f"{ROWS[row][0]}, {layers} blocks", "engine": "stream",
@@ -145,7 +158,7 @@ def measure(row: str, num_steps: int, cap_gb: float, extra: list[str]) -> dict[s
         "tokens_per_step": tokens, "tokens_per_s": round(tokens / seconds), "step_s": round(seconds, 3),
         "slowest_step_s": round(max(steps), 3), "wait_fetch_s": round(fetch_s / num_steps, 3),
         "model_tflops": round(model_flops(config, num_parameters) * tokens / seconds / 1e12, 1), "parameters": num_parameters,
-        "build_s": round(build_s, 1), "first_step_s": round(ends[0] - began, 1),
+        "build_s": round(build_s, 1), "first_step_s": round(first_ended - began, 1),
         "host_gib": round(psutil.Process().memory_info().rss / 2**30, 1),
         "losses": [round(output.loss.item(), 3) for output in outputs], "note": row,
     }  # fmt: skip
