@@ -201,13 +201,15 @@ class StepOutput(NamedTuple):
 
     `loss` is the mean over the valid terms of the global batch (fp32), `grad_norm` the true global norm before clipping (fp32),
     `num_valid` the number of valid terms of the global batch. `withheld` (fp32) is the share of clip units that were left as they
-    were, weights and moments, because loss or gradient was not finite: 0 in a sound step.
+    were, weights and moments, because loss or gradient was not finite: 0 in a sound step. `loss_scale` (fp32) is what the loss
+    was multiplied by for backward, None where it is not scaled.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_valid: Tensor
     withheld: Tensor
+    loss_scale: Tensor | None = None
 
 
 class StateItem(NamedTuple):
@@ -215,7 +217,7 @@ class StateItem(NamedTuple):
 
     `section` is `weights`, `step` or one of `StateFormat.state_sections`; `name` the library's parameter name; `shape` the whole
     tensor's; `offset` the first row (dimension 0) of this piece, or None if the piece is the whole tensor, which then every rank
-    holds. Section `clip` belongs to no parameter.
+    holds. Sections `clip` and `scaler` belong to no parameter.
     """
 
     section: str
@@ -308,7 +310,7 @@ class RunState:
 
     `step` counts finished optimizer steps, `epoch` and `position` say which samples have been consumed (`position` within the
     epoch's order), `seed` names all random streams, `num_tokens` counts the terms of all losses so far, over all ranks,
-    `num_skipped` the steps of which an update was withheld.
+    `num_skipped` the steps of which an update was withheld, those that overflowed in fp16 among them.
     """
 
     seed: int
@@ -344,9 +346,9 @@ class Report(NamedTuple):
     """What the trainer says: after `log_every` steps, after an evaluation, when a checkpoint is saved.
 
     `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `train/skipped_steps`,
-    `perf/tokens_per_s`, `perf/mfu`, `perf/of_floor`, `perf/wait_fetch_s`, `perf/wait_write_s`, `memory/...`, `eval/loss`,
-    `eval/perplexity`), except rates, memory and seconds, which are the rank's own. A loss or gradient norm that is not finite is
-    left out.
+    `train/loss_scale`, `perf/tokens_per_s`, `perf/mfu`, `perf/of_floor`, `perf/wait_fetch_s`, `perf/wait_write_s`, `memory/...`,
+    `eval/loss`, `eval/perplexity`), except rates, memory and seconds, which are the rank's own. A loss or gradient norm that is
+    not finite is left out.
     """
 
     step: int

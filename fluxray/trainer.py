@@ -29,6 +29,9 @@ from fluxray.protocols import (
 NUM_NAMED = 4
 """Rows of a bad batch that are named."""
 
+SMALLEST_LOSS_SCALE = 1.0
+"""A gradient that overflows in fp16 at a smaller one is not mended by making it smaller still."""
+
 
 @dataclass(frozen=True)
 class Cadence:
@@ -86,6 +89,7 @@ class Trainer:
     """Trains to the end of the schedule from wherever `state` stands.
 
     A step of which the engine has withheld the update counts as a step; at its logging `stop` ends the run and `skip` goes on.
+    Where the loss is scaled, a gradient that overflows under a finite loss is how the scale is found: it is counted, no fault.
     """
 
     def __init__(
@@ -159,31 +163,46 @@ class Trainer:
 
     def _log(self, state: RunState) -> RunState:
         """Read the pending steps from the device, report each, and return the state with their tokens counted."""
-        num_tokens = state.num_tokens
+        num_tokens, num_skipped = state.num_tokens, state.num_skipped
         faults: list[_Fault] = []
         for index, pending in enumerate(self._pending):
-            loss, grad_norm, num_valid, withheld = (value.item() for value in pending.output)
+            output = pending.output
+            loss, grad_norm, num_valid, withheld = (value.item() for value in output[:4])
+            loss_scale = None if output.loss_scale is None else output.loss_scale.item()
             if withheld > 0 or not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                faults.append(_Fault(pending, loss, grad_norm, withheld))
-                self._check_goes_on(faults[-1])
+                num_skipped += 1
+                if loss_scale is not None and math.isfinite(loss):
+                    self._check_scale(pending, loss_scale)
+                else:
+                    faults.append(_Fault(pending, loss, grad_norm, withheld))
+                    self._check_goes_on(faults[-1])
             num_tokens += int(num_valid)
             finite = {"train/loss": loss, "train/grad_norm": grad_norm}
             metrics = {key: value for key, value in finite.items() if math.isfinite(value)}
             metrics |= {"train/lr": pending.lr, "train/tokens": float(num_tokens)}
-            metrics["train/skipped_steps"] = float(state.num_skipped + len(faults))
+            metrics["train/skipped_steps"] = float(num_skipped)
+            metrics |= {} if loss_scale is None else {"train/loss_scale": loss_scale}
             if index == len(self._pending) - 1:
                 metrics |= self._throughput.read() | self._hooks.memory(pending.step)
             self._loss = loss if math.isfinite(loss) else self._loss
             self._hooks.report(Report(pending.step, metrics))
         self._tell_skipped(faults)
         self._pending.clear()
-        return replace(state, num_tokens=num_tokens, num_skipped=state.num_skipped + len(faults))
+        return replace(state, num_tokens=num_tokens, num_skipped=num_skipped)
 
     def _check_goes_on(self, fault: _Fault) -> None:
         if self._on_nonfinite == "stop":
             raise NonFiniteLossError(
                 f"optim.lr: {fault.pending.lr:g} at step {fault.pending.step} gave {fault}; lower it and start again, or go on "
                 f"past such steps with train.on_nonfinite=skip"
+            )
+
+    @staticmethod
+    def _check_scale(pending: _Pending, loss_scale: float) -> None:
+        if loss_scale < SMALLEST_LOSS_SCALE:
+            raise NonFiniteLossError(
+                f"precision: 'amp-fp16' has halved the loss scale down to {loss_scale:g} by step {pending.step}, and the "
+                f"gradient overflows all the same; set precision=amp-bf16, or lower optim.lr and start again"
             )
 
     def _tell_skipped(self, faults: Sequence[_Fault]) -> None:

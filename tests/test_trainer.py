@@ -48,6 +48,7 @@ class FakeEngine:
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     withheld: dict[int, float] = field(default_factory=dict)
+    loss_scales: dict[int, float] = field(default_factory=dict)
     step: int = 0
 
     def train_step(self, micro_batches, lr: float) -> StepOutput:
@@ -56,7 +57,9 @@ class FakeEngine:
         loss, norm = self.losses.get(self.step, 10.0 - self.step), self.norms.get(self.step, 0.5)
         num_valid = sum(batch.num_valid for batch in micro_batches)
         withheld = self.withheld.get(self.step, 0.0 if math.isfinite(loss) and math.isfinite(norm) else 1.0)
-        return StepOutput(*(torch.tensor(float(value)) for value in (loss, norm, num_valid, withheld)))
+        scale = self.loss_scales.get(self.step)
+        scaled = None if scale is None else torch.tensor(scale)
+        return StepOutput(*(torch.tensor(float(value)) for value in (loss, norm, num_valid, withheld)), scaled)
 
     def eval_steps(self, batches) -> list[LossOutput]:
         self.done.append(("eval", self.step))
@@ -301,6 +304,35 @@ def test_the_share_that_was_withheld_is_told() -> None:
     run.fit()
     assert len(run.notices) == 1 and run.notices[0].endswith(": 25% of the update was withheld")
     assert run.saved[-1].num_skipped == 1
+
+
+SCALES = {step: 1024.0 if step < 7 else 512.0 for step in range(1, TOTAL + 1)}
+
+
+def test_a_gradient_that_overflows_under_a_scaled_loss_is_counted_and_no_fault() -> None:
+    run = Run(engine={"norms": {6: math.inf}, "loss_scales": SCALES})
+    run.fit(replace(START, num_skipped=1))
+    metrics = {report.step: report.metrics for report in run.reports if "train/lr" in report.metrics}
+    assert {step: of_step["train/loss_scale"] for step, of_step in metrics.items()} == SCALES
+    assert [metrics[step]["train/skipped_steps"] for step in (5, 6, 12)] == [1, 2, 2] and "train/grad_norm" not in metrics[6]
+    assert run.notices == [] and run.saved[-1].num_skipped == 2
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_loss_that_is_no_number_is_a_fault_whatever_the_scale(num: int) -> None:
+    with pytest.raises(NonFiniteLossError, match=r"^optim\.lr: .* at step 6 gave loss nan"):
+        Run((num, 0, 100), engine={"losses": {6: math.nan}, "loss_scales": SCALES}).fit()
+
+
+def test_a_scale_that_collapses_ends_the_run() -> None:
+    halving = {step: 2.0 ** (4 - step) for step in range(1, TOTAL + 1)}
+    run = Run((100, 0, 100), engine={"norms": dict.fromkeys(halving, math.inf), "loss_scales": halving})
+    with pytest.raises(NonFiniteLossError) as raised:
+        run.fit()
+    assert str(raised.value) == (
+        "precision: 'amp-fp16' has halved the loss scale down to 0.5 by step 5, and the gradient overflows all the same; "
+        "set precision=amp-bf16, or lower optim.lr and start again"
+    )
 
 
 def test_last_step_is_checked_before_it_is_saved() -> None:

@@ -53,6 +53,11 @@ def _check_stream(config: TrainConfig) -> None:
             "activation_checkpoint: 'none', but engine.kind stream computes each block again in backward; set "
             "activation_checkpoint=full (engine.kept_blocks says how many keep their activations)"
         )
+    if config.precision == "amp-fp16" and config.clip.mode != "exact":
+        raise ConfigError(
+            f"precision: 'amp-fp16' skips a step whose gradient overflows, and with engine.kind stream and clip.mode "
+            f"{config.clip.mode} blocks have stepped before that is known; set clip.mode=exact, or precision=amp-bf16"
+        )
 
 
 def _check_optim(config: TrainConfig) -> None:
@@ -85,5 +90,3 @@ def check_available(config: TrainConfig) -> None:
             f"optim.master: {config.optim.master!r} saves host memory for engine.kind stream; the weights of engine.kind sharded "
             f"are fp32 masters already; set optim.master=fp32"
         )
-    if config.precision == "amp-fp16":
-        raise ConfigError("precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16")

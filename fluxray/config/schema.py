@@ -197,7 +197,10 @@ class TrainConfig(Section):
     storage: str | None = Field(default=None, description="absolute folder of runs and caches; default: FLUXRAY_HOME, ~/.fluxray")
     seed: int = Field(default=0, ge=0)
     deterministic: bool = Field(default=False, description="bit-equal repetition on a GPU, at a cost in speed")
-    precision: Literal["fp32", "amp-bf16", "amp-fp16", "mixed-bf16"] = "fp32"
+    precision: Literal["fp32", "amp-bf16", "amp-fp16", "mixed-bf16"] = Field(
+        default="fp32",
+        description="amp-...: fp32 weights, autocast to 16 bits, for fp16 with a scaled loss; mixed-bf16: bf16 copies of them",
+    )
     activation_checkpoint: Literal["none", "full"] = "none"
     compile: bool = False
     allocator: Literal["native", "expandable", "async"] = "native"

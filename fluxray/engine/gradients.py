@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fluxray.engine.clip import Clip
+from fluxray.engine.scaler import LossScaler
 
 
 class Gradients:
@@ -21,26 +22,33 @@ class Gradients:
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[str, str],
         clip: Clip,
+        scaler: LossScaler,
         sum_over_ranks: Callable[[Tensor], Tensor],
     ):
         self._units: dict[str, list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
             self._units.setdefault(units[name], []).append(parameter)
         self._clip = clip
+        self._scaler = scaler
         self._sum_over_ranks = sum_over_ranks
 
     @torch.no_grad()
     def clip(self) -> Tensor:
-        """Scale the gradients in place and return the norm of the whole one before that (fp32 scalar, all ranks included)."""
+        """Take the loss's scale out of the gradients, clip them, and return the norm of the whole one in between.
+
+        The norm is an fp32 scalar, all ranks included.
+        """
         gradients = [local for unit in self._units.values() if (local := _local_gradients(unit))]
         norms = torch.stack([torch.linalg.vector_norm(torch.stack(torch._foreach_norm(unit))) for unit in gradients])
-        squares = self._sum_over_ranks(norms.square())
+        squares = self._sum_over_ranks(self._scaler.unscaled(norms).square())
         norm = squares.sum().sqrt()
         if self._clip.mode == "exact":
-            torch._foreach_mul_([gradient for unit in gradients for gradient in unit], self._clip.of_all(norm))
+            factor = self._scaler.unscaled(self._clip.of_all(norm))
+            torch._foreach_mul_([gradient for unit in gradients for gradient in unit], factor)
         else:
-            for unit, scale in zip(gradients, self._clip.of_unit(squares.sqrt()).unbind(), strict=True):
-                torch._foreach_mul_(unit, scale)
+            factors = self._scaler.unscaled(self._clip.of_unit(squares.sqrt()))
+            for unit, factor in zip(gradients, factors.unbind(), strict=True):
+                torch._foreach_mul_(unit, factor)
         return norm
 
 

@@ -12,9 +12,8 @@ from fluxray.engine.activation_checkpoint import apply_activation_checkpoint, ch
 from fluxray.engine.dropout import apply_dropout_keys
 from fluxray.engine.forward import wrap_forward
 from fluxray.engine.masters import Masters
+from fluxray.engine.precision import Precision
 from fluxray.protocols import BlockStack
-
-Precision = Literal["fp32", "amp-bf16", "mixed-bf16"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class Techniques:
 
     * `fp32`: everything in fp32;
     * `amp-bf16`: fp32 parameters, matrix products in bf16 by autocast;
+    * `amp-fp16`: the same in fp16, whose loss the engine scales (`engine/scaler.py`);
     * `mixed-bf16`: fp32 masters, parameters, activations and persistent buffers in bf16, gradients reduced and accumulated in
     fp32.
       Buffers that the library computes itself, the rotary frequencies, stay in fp32: in bf16 a position of 2,048 would be off

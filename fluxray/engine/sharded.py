@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fluxray.engine.clip import Clip, clip_units
 from fluxray.engine.gradients import Gradients
 from fluxray.engine.masters import Masters
-from fluxray.engine.parallelize import Precision, fsdp_modules
+from fluxray.engine.parallelize import fsdp_modules
+from fluxray.engine.precision import Precision, autocast
+from fluxray.engine.scaler import LossScaler
 from fluxray.engine.state import check_same_model
 from fluxray.optim.rows import Rows
 from fluxray.optim.sharded import ShardedOptimizer
@@ -23,7 +25,8 @@ class ShardedEngine:
 
     The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks
     nor on the split into micro-batches. It is clipped by the norms of whole units or of the whole gradient, all ranks included.
-    A step whose loss or gradient is not finite on any rank changes neither weights nor moments on any.
+    A step whose loss or gradient is not finite on any rank changes neither weights nor moments on any. For fp16 the
+    loss is scaled.
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class ShardedEngine:
         self._masters = masters
         self._optimizer = optimizer
         self._clip = clip
-        self._gradients = Gradients(masters.named, clip_units(stack), clip, runtime.sum_over_ranks)
+        self._scaler = LossScaler(runtime.precision == "amp-fp16", runtime.device)
+        self._gradients = Gradients(masters.named, clip_units(stack), clip, self._scaler, runtime.sum_over_ranks)
         self._runtime = runtime
         self._sharded = fsdp_modules(stack)
 
@@ -53,7 +57,7 @@ class ShardedEngine:
         for batch in micro_batches:
             with self._runtime.autocast():
                 output = self._stack(batch.to(self._runtime.device), self._loss_fn)
-            (output.sum / divisor).backward()
+            self._scaler.scaled(output.sum / divisor).backward()
             loss_sum += output.sum.detach()
         loss = self._runtime.sum_over_ranks(loss_sum) / divisor
         grad_norm = self._gradients.clip()
@@ -62,7 +66,7 @@ class ShardedEngine:
         self._clip.finish(grad_norm.where(sound, torch.nan))
         self._optimizer.step(lr, withheld)
         self._masters.publish()
-        return StepOutput(loss, grad_norm, num_valid, withheld)
+        return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
 
     def eval_steps(self, batches: Sequence[Batch]) -> list[LossOutput]:
         """Return for each batch the summed loss and valid count of all ranks', without dropout or gradients. Collective."""
@@ -76,18 +80,20 @@ class ShardedEngine:
         """Nothing is ever pending here."""
 
     def state_items(self) -> Iterator[StateItem]:
-        """Yield this rank's rows of weights and moments, each parameter's step count, and what clipping remembers."""
+        """Yield this rank's rows of weights and moments, each parameter's step count, and what clipping and scaling remember."""
         for name, parameter in self._masters.named.items():
             rows = Rows.of(parameter)
             yield rows.item("weights", name, rows.local)
             yield from self._optimizer.state_items(name)
         yield from self._clip.state_items()
+        yield from self._scaler.state_items()
 
     def load_items(self, reader: StateReader) -> Sequence[str]:
         """Replace weights and optimizer state by saved ones; raises CheckpointError if they belong to another model."""
         check_same_model({name: parameter.shape for name, parameter in self._masters.named.items()}, reader)
         narrowed = [name for name in self._masters.named if self._optimizer.load(name, reader)]
         self._clip.load_items(reader)
+        self._scaler.load_items(reader)
         self._masters.publish()
         return narrowed
 
@@ -111,14 +117,14 @@ class Runtime:
 
     def __init__(self, device: torch.device, precision: Precision, mesh: DeviceMesh | None):
         self.device = device
+        self.precision: Precision = precision
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.num_ranks = 1 if mesh is None else mesh.size()
         self._group = None if mesh is None else mesh.get_group()
-        self._amp = precision == "amp-bf16"
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model's forward runs."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._amp)
+        return autocast(self.precision, self.device)
 
     def sum_over_ranks(self, value: float | Tensor) -> Tensor:
         """Return the sum over the ranks in fp32, on the device and in the shape of `value`; the host does not wait for it."""

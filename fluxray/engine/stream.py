@@ -22,7 +22,9 @@ from torch import Tensor
 
 from fluxray.config.schema import OptimConfig
 from fluxray.engine.clip import Clip
-from fluxray.engine.parallelize import Precision, cast_buffers
+from fluxray.engine.parallelize import cast_buffers
+from fluxray.engine.precision import Precision
+from fluxray.engine.scaler import LossScaler
 from fluxray.engine.state import check_same_model
 from fluxray.engine.stream_blocks import Blocks, Update
 from fluxray.engine.stream_compute import Computation, Graph, Tensors, gradient_of, with_leaves
@@ -55,9 +57,11 @@ class StreamEngine:
         transfers: Transfers | None = None,
     ):
         self._stack = stack
+        assert precision != "amp-fp16" or clip.mode == "exact", "refused by check_consistent"
         self._clip = clip
+        self._scaler = LossScaler(precision == "amp-fp16", device)
         self._device = device
-        self._model = Computation(stack, loss_fn, device, precision == "amp-bf16", settings.epilogue_tokens)
+        self._model = Computation(stack, loss_fn, device, precision, settings.epilogue_tokens)
         self._transfers = transfers or transfers_of(device)
         self._weight_dtype = weight = torch.bfloat16 if precision == "mixed-bf16" else torch.float32
         inside, outside = split_parameters(stack)
@@ -85,7 +89,8 @@ class StreamEngine:
         self._observe("end", -1, -1)
         self._observe = _unobserved
         num_valid = torch.full((), float(sum(batch.num_valid for batch in micro_batches)), device=self._device)
-        return StepOutput(step.loss_sum / step.divisor, norm, num_valid, 1 - torch.stack(step.ok).mean())
+        loss_scale = self._scaler.finish(step.loss_sum, norm)
+        return StepOutput(step.loss_sum / step.divisor, norm, num_valid, 1 - torch.stack(step.ok).mean(), loss_scale)
 
     @torch.no_grad()
     def eval_steps(self, batches: Sequence[Batch]) -> list[LossOutput]:
@@ -129,7 +134,7 @@ class StreamEngine:
         return self._transfers.read_waits()
 
     def state_items(self) -> Iterator[StateItem]:
-        """Yield all weights, corrections and moments as they lie in memory, step counts of what is trained, clip average."""
+        """Yield weights, corrections and moments as they lie in memory, step counts of what is trained, clip average, scale."""
         for unit in (*self._units, self._outside):
             for item in unit.state_items():
                 yield item
@@ -137,6 +142,7 @@ class StreamEngine:
                     count = self._stepper.steps[self._clip_unit(unit, item.name)]
                     yield StateItem("step", item.name, (), None, count.clone())  # safetensors refuses one that many share
         yield from self._clip.state_items()
+        yield from self._scaler.state_items()
 
     def load_items(self, reader: StateReader) -> list[str]:
         """Replace weights and optimizer state by saved ones; return the names of those that had to be rounded.
@@ -156,6 +162,7 @@ class StreamEngine:
                     count = self._stepper.steps[self._clip_unit(unit, whole)]
                     count.copy_(torch.maximum(count, reader.read("step", whole, 0, None).to(count)))
         self._clip.load_items(reader)
+        self._scaler.load_items(reader)
         self._blocks.forget()
         return rounded
 
@@ -231,7 +238,11 @@ class StreamEngine:
         """Take the loss of micro-batch k and return its gradient by the last block's output."""
         state = step.embedded[k]._replace(carry=carry)
         loss, gradients = self._model.backward_loss(
-            state, step.batches[k], step.divisor, step.shared_names, lambda leaves: step.add_shared(k, leaves)
+            state,
+            step.batches[k],
+            lambda total: self._scaler.scaled(total / step.divisor),
+            step.shared_names,
+            lambda leaves: step.add_shared(k, leaves),
         )
         step.loss_sum += loss
         return gradients
@@ -263,10 +274,11 @@ class StreamEngine:
         """Step what is outside the blocks, decide on what is held back, and return the norm of the whole gradient."""
         gradient, touched = self._outside_gradients.read(), self._outside_gradients.touched
         norms = {name: torch.linalg.vector_norm(view) for name, view in self._outside_gradients.views(touched).items()}
-        whole = torch.linalg.vector_norm(torch.stack([*step.norms, *norms.values()]))
+        whole = self._scaler.unscaled(torch.linalg.vector_norm(torch.stack([*step.norms, *norms.values()])))
         finite = torch.isfinite(step.loss_sum)
         if self._clip.mode == "exact":
-            update = Update(step.lr, step.seed, self._clip.of_all(whole), (finite & torch.isfinite(whole)).float())
+            factor = self._scaler.unscaled(self._clip.of_all(whole))
+            update = Update(step.lr, step.seed, factor, (finite & torch.isfinite(whole)).float())
             self._blocks.apply_later(update)
             updates = dict.fromkeys(norms, update)
             step.ok.append(update.ok)

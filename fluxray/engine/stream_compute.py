@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fluxray.engine.precision import Precision, autocast
 from fluxray.protocols import Batch, BlockStack, LossFn, State
 
 Tensors = tuple[Tensor, ...]
@@ -19,13 +20,13 @@ class Graph(NamedTuple):
 
 
 class Computation:
-    """Prologue, blocks and epilogue of a stack under one cast policy. `amp` casts by autocast."""
+    """Prologue, blocks and epilogue of a stack under one cast policy."""
 
-    def __init__(self, stack: BlockStack, loss_fn: LossFn, device: torch.device, amp: bool, epilogue_tokens: int):
+    def __init__(self, stack: BlockStack, loss_fn: LossFn, device: torch.device, precision: Precision, epilogue_tokens: int):
         self.stack = stack
         self.device = device
         self._loss_fn = loss_fn
-        self._amp = amp
+        self._precision: Precision = precision
         self._epilogue_tokens = epilogue_tokens
 
     def prologue(self, batch: Batch) -> State:
@@ -56,9 +57,14 @@ class Computation:
         return total
 
     def backward_loss(
-        self, state: State, batch: Batch, divisor: float, shared_names: Sequence[str], each: Callable[[State], None]
+        self,
+        state: State,
+        batch: Batch,
+        weigh: Callable[[Tensor], Tensor],
+        shared_names: Sequence[str],
+        each: Callable[[State], None],
     ) -> tuple[Tensor, Tensors]:
-        """Return the summed loss, and the gradient by the carry of the loss over `divisor`; piece by piece.
+        """Return the summed loss, and the gradient by the carry of what `weigh` makes of the loss; piece by piece.
 
         `each` is called with the leaves of each piece, whose shared tensors have their gradients.
         """
@@ -70,7 +76,7 @@ class Computation:
             leaves = with_leaves(piece, shared_names)
             with torch.enable_grad():
                 loss = self._epilogue(leaves, part, self._loss_fn).sum
-            (loss / divisor).backward()
+            weigh(loss).backward()
             total += loss.detach()
             for tensor, leaf in zip(target.carry, leaves.carry, strict=True):
                 tensor.copy_(gradient_of(leaf))
@@ -83,7 +89,7 @@ class Computation:
 
     def _autocast(self) -> torch.autocast:
         """Return a context for one call: the casts that it remembers are of weights that another block's replace."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._amp)
+        return autocast(self._precision, self.device)
 
 
 def with_leaves(state: State, shared_names: Sequence[str]) -> State:

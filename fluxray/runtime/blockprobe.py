@@ -67,7 +67,7 @@ class _Bench:
             nn.Module.to(module, dtype)
         for parameter in block.module.parameters():
             parameter.register_post_accumulate_grad_hook(_free_gradient)
-        self._model = Computation(stack, lambda *_: None, device, config.precision == "amp-bf16", 1)  # type: ignore[arg-type]
+        self._model = Computation(stack, lambda *_: None, device, config.precision, 1)  # type: ignore[arg-type]
         with torch.no_grad():
             self._state = self._model.prologue(self._batch())
         self._above = [torch.full_like(tensor, 1e-3) for tensor in self._state.carry]

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
 from fluxray.engine.clip import Clip
-from fluxray.engine.parallelize import Precision, Techniques, parallelize, prepare_stream
+from fluxray.engine.parallelize import Techniques, parallelize, prepare_stream
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.engine.stream import StreamEngine
 from fluxray.engine.stream_store import StreamSettings
@@ -25,7 +25,7 @@ def build_engine(
         return build_stream_engine(config, stack, loss_fn, device, policy)
     mesh = init_device_mesh(device.type, (num_ranks,)) if num_ranks > 1 else None
     techniques = Techniques(
-        precision=_precision(config),
+        precision=config.precision,
         compile=config.compile,
         activation_checkpoint=config.activation_checkpoint,
         reshard_after_forward=config.engine.reshard_after_forward,
@@ -58,13 +58,8 @@ def build_stream_engine(
         resident_blocks=policy.resident_blocks,
         epilogue_tokens=policy.epilogue_tokens,
     )
-    return StreamEngine(stack, loss_fn, config.optim, _clip(config, device), settings, _precision(config), device)
+    return StreamEngine(stack, loss_fn, config.optim, _clip(config, device), settings, config.precision, device)
 
 
 def _clip(config: TrainConfig, device: torch.device) -> Clip:
     return Clip(config.clip.mode, config.clip.max_norm, device)
-
-
-def _precision(config: TrainConfig) -> Precision:
-    assert config.precision != "amp-fp16", "refused by check_available"
-    return config.precision

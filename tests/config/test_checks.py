@@ -40,6 +40,10 @@ CONTRADICTIONS = {
     ("optim.master=split24",): (
         "optim.master: 'split24' is for bf16 weights, and precision is fp32; set precision=mixed-bf16, or optim.master=fp32"
     ),
+    ("precision=amp-fp16", "engine.kind=stream", "activation_checkpoint=full", "clip.mode=block"): (
+        "precision: 'amp-fp16' skips a step whose gradient overflows, and with engine.kind stream and clip.mode block blocks "
+        "have stepped before that is known; set clip.mode=exact, or precision=amp-bf16"
+    ),
     ("storage=runs",): "storage: 'runs' is not an absolute path; workers run in other folders than you do",
 }  # fmt: skip
 
@@ -48,10 +52,6 @@ NOT_YET = {
         "optim.master: 'split24' saves host memory for engine.kind stream; the weights of engine.kind sharded are fp32 masters "
         "already; set optim.master=fp32"
     ),
-    ("precision=amp-fp16", "engine.kind=stream", "activation_checkpoint=full"): (
-        "precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16"
-    ),
-    ("precision=amp-fp16",): "precision: 'amp-fp16' is not available in this version; set amp-bf16 or mixed-bf16",
 }
 
 
@@ -88,7 +88,7 @@ def test_the_profiles_can_be_run(profile, model):
     check_available(resolve(profile, model))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "mixed-bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "amp-fp16", "mixed-bf16"])
 def test_the_stream_engine_has_every_precision(precision):
     words = ["engine.kind=stream", "activation_checkpoint=full", "engine.kept_blocks=2", f"precision={precision}"]
     check_available(resolve(overrides=words))

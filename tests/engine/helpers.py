@@ -1,6 +1,7 @@
 """Tiny models, fixed batches and the engines that the conformance suite runs on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
 from fluxray.optim.build import build_sharded
-from fluxray.protocols import IGNORE_INDEX, BatchKey, Engine, SampleId, TextBatch
+from fluxray.protocols import IGNORE_INDEX, BatchKey, Engine, LossOutput, SampleId, TextBatch
 from fluxray.tasks.lm import LmTask
 
 VOCABULARY, LENGTH, NUM_ROWS, SEED = 128, 16, 8, 3
@@ -183,3 +184,28 @@ def expect_equal(actual: Trace, expected: Trace) -> None:
     assert actual.norms == expected.norms
     assert actual.weights.keys() == expected.weights.keys()
     assert all(torch.equal(actual.weights[name], expected.weights[name]) for name in expected.weights)
+
+
+@contextmanager
+def broken(engine: Engine, what: str) -> Iterator[None]:
+    """Make the engine's loss, or the gradient of a finite loss, no number meanwhile."""
+
+    class Overflowing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss: torch.Tensor) -> torch.Tensor:
+            return loss * torch.nan if what == "loss" else loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * torch.inf
+
+    stack = engine._stack
+    intact = stack.epilogue
+
+    def epilogue(*args) -> LossOutput:
+        result = intact(*args)
+        return result._replace(sum=Overflowing.apply(result.sum))
+
+    stack.epilogue = epilogue
+    yield
+    del stack.epilogue

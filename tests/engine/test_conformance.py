@@ -2,8 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +13,14 @@ from fluxray import checkpoint
 from fluxray.engine.clip import ClipMode, clip_units
 from fluxray.engine.parallelize import Techniques
 from fluxray.errors import CheckpointError
-from fluxray.protocols import IGNORE_INDEX, Engine, LossOutput, RunState, Schedule, TextBatch
+from fluxray.protocols import IGNORE_INDEX, Engine, RunState, Schedule, TextBatch
 from tests.engine.helpers import (
     FAMILIES,
     NUM_ROWS,
     OPTIM,
     EngineCase,
     EngineFactory,
+    broken,
     build_stack,
     cut,
     expect_close,
@@ -68,14 +67,14 @@ def test_split_into_micro_batches_does_not_matter(build: EngineFactory, num_micr
     expect_close(train(build(NEOX), num_micro_batches), train(build(NEOX), 2))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "mixed-bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "amp-fp16", "mixed-bf16"])
 def test_checkpointing_changes_no_bit(build: EngineFactory, precision: str) -> None:
     plain, full = (replace(NEOX, techniques=Techniques(precision, activation_checkpoint=kind)) for kind in ("none", "full"))
     expect_equal(train(build(full)), train(build(plain)))
 
 
-@pytest.mark.parametrize("precision", ["amp-bf16", "mixed-bf16"])
-def test_bf16_stays_close_to_fp32(build: EngineFactory, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["amp-bf16", "amp-fp16", "mixed-bf16"])
+def test_16_bits_stay_close_to_fp32(build: EngineFactory, precision: str) -> None:
     reduced = train(build(replace(NEOX, techniques=Techniques(precision))))
     exact = train(build(NEOX))
     expect_close_values(torch.tensor(reduced.losses), torch.tensor(exact.losses), 2e-3, "losses")
@@ -139,7 +138,7 @@ def test_what_is_not_finite_changes_neither_weights_nor_moments(build: EngineFac
     engine, undisturbed = build(case), build(case)
     outputs = [engine.train_step(cut(2, 0), OPTIM.lr)]
     before = _state(engine)
-    with _broken(engine, what):
+    with broken(engine, what):
         outputs.append(engine.train_step(cut(2, 1), OPTIM.lr))
     after = _state(engine)
     assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
@@ -151,7 +150,7 @@ def test_what_is_not_finite_changes_neither_weights_nor_moments(build: EngineFac
 
 def test_a_first_step_that_is_not_finite_leaves_the_beginning(build: EngineFactory, tmp_path: Path) -> None:
     engine = build(NEOX)
-    with _broken(engine, "loss"):
+    with broken(engine, "loss"):
         engine.train_step(cut(2, 0), OPTIM.lr)
     _save(engine, tmp_path)
     resumed = build(NEOX)
@@ -235,7 +234,7 @@ def test_learning_rate_is_the_steps_own(build: EngineFactory) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in section(engine, "weights").items())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "mixed-bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "amp-fp16", "mixed-bf16"])
 def test_saved_and_loaded_goes_on_bit_for_bit(build: EngineFactory, case: EngineCase, precision: str, tmp_path: Path) -> None:
     case = replace(case, techniques=Techniques(precision))
     engine = build(case)
@@ -294,31 +293,6 @@ def test_a_checkpoint_of_another_model_is_refused(build: EngineFactory, other: d
 def _state(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
     engine.flush()
     return {(item.section, item.name): item.tensor.detach().clone() for item in engine.state_items()}
-
-
-@contextmanager
-def _broken(engine: Engine, what: str) -> Iterator[None]:
-    """Make the engine's loss, or the gradient of a finite loss, no number meanwhile."""
-
-    class Overflowing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, loss: torch.Tensor) -> torch.Tensor:
-            return loss * torch.nan if what == "loss" else loss.clone()
-
-        @staticmethod
-        def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * torch.inf
-
-    stack = engine._stack
-    intact = stack.epilogue
-
-    def epilogue(*args) -> LossOutput:
-        result = intact(*args)
-        return result._replace(sum=Overflowing.apply(result.sum))
-
-    stack.epilogue = epilogue
-    yield
-    del stack.epilogue
 
 
 def _save(engine: Engine, folder: Path) -> None:

@@ -65,7 +65,7 @@ def test_fp32_on_the_gpu_equals_the_host_from_the_same_weights(family: str) -> N
     expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-5, "losses")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "mixed-bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "amp-fp16", "mixed-bf16"])
 def test_sharded_equals_resident(mesh: DeviceMesh, precision: str) -> None:
     case = replace(NEOX, techniques=Techniques(precision))
     tolerance = 1e-6 if precision == "fp32" else 2e-3
@@ -122,7 +122,7 @@ def test_8_bit_moments_on_the_gpu_stay_close_to_the_hosts(mesh: DeviceMesh, shar
 
 @pytest.mark.parametrize("clip", ["exact", "previous", "block"])
 @pytest.mark.parametrize("optim", [OPTIM, EIGHT_BIT], ids=["adamw", "adam8bit"])
-@pytest.mark.parametrize("precision", ["amp-bf16", "mixed-bf16"])
+@pytest.mark.parametrize("precision", ["amp-bf16", "amp-fp16", "mixed-bf16"])
 def test_the_host_never_waits_for_the_device_inside_a_step(precision: str, optim: OptimConfig, clip: ClipMode) -> None:
     techniques = Techniques(precision, activation_checkpoint="full")
     engine = sharded_engine(replace(WIDE, techniques=techniques, optim=optim, clip=clip))

@@ -8,6 +8,7 @@ from torch import nn
 
 from fluxray.engine.clip import DECAY, EPSILON, Clip, ClipMode
 from fluxray.engine.gradients import Gradients
+from fluxray.engine.scaler import LossScaler
 
 UNITS = {"blocks.0.weight": "blocks.0", "head": "head", "blocks.0.bias": "blocks.0", "blocks.1.weight": "blocks.1"}
 SHAPES = {"blocks.0.weight": (3, 4), "head": (5, 2), "blocks.0.bias": (3,), "blocks.1.weight": (2, 2)}
@@ -30,7 +31,7 @@ def set_gradients(parameters: dict[str, nn.Parameter], factor: float = 1.0) -> d
 def make(mode: ClipMode, max_norm: float = MAX_NORM) -> tuple[dict[str, nn.Parameter], Clip, Gradients]:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     clip = Clip(mode, max_norm, torch.device("cpu"))
-    return parameters, clip, Gradients(parameters, UNITS, clip, lambda value: value)
+    return parameters, clip, Gradients(parameters, UNITS, clip, LossScaler(False, clip.average.device), lambda value: value)
 
 
 def expect_scaled(parameters: dict[str, nn.Parameter], before: dict[str, torch.Tensor], scales: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from fluxray import checkpoint
 from fluxray.config.schema import ModelConfig
 from fluxray.engine.parallelize import Techniques
+from fluxray.engine.scaler import INITIAL_SCALE
 from fluxray.errors import ConfigError
 from fluxray.models.causal_lm import library_config
 from fluxray.protocols import RunState, Schedule
@@ -26,6 +28,7 @@ from tests.engine.helpers import (
     OPTIM,
     EngineCase,
     Trace,
+    broken,
     cut,
     expect_close,
     expect_close_values,
@@ -37,6 +40,7 @@ from tests.engine.helpers import (
 WORLD = 8
 PUBLISHED = "published weights"
 ONE_BROKEN = "one broken rank"
+ONE_OVERFLOWS = "the gradient of one rank overflows"
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 rank, 4 micro-batches": (1, 4, {}),
     "2 ranks, 1 micro-batch": (2, 1, {}),
@@ -46,6 +50,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2 ranks, checkpointing": (2, 2, {"techniques": Techniques("fp32", activation_checkpoint="full")}),
     "2 ranks, parameters kept after forward": (2, 2, {"techniques": Techniques("fp32", reshard_after_forward=False)}),
     "2 ranks, amp-bf16": (2, 2, {"techniques": Techniques("amp-bf16")}),
+    "2 ranks, amp-fp16": (2, 2, {"techniques": Techniques("amp-fp16")}),
     "8 ranks, mixed-bf16": (8, 1, {"techniques": Techniques("mixed-bf16")}),
     "2 ranks, clipped": (2, 2, {"max_norm": 0.1}),
     "2 ranks, clipped by block": (2, 2, {"max_norm": 0.1, "clip": "block"}),
@@ -82,7 +87,7 @@ def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
     if case.techniques.precision == "fp32":
         unclipped = case.max_norm > 1
         expect_close(actual, expected, gradient=1e-6 if unclipped else 1e-5)
-    else:  # partial sums are rounded to bf16 at other places
+    else:  # partial sums are rounded to 16 bits at other places
         expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
 
 
@@ -156,6 +161,32 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_withheld_on_every_rank(folder:
     assert json.loads((folder / ONE_BROKEN / "outcome.json").read_text()) == [[1.0, True]] * 2
 
 
+def test_a_gradient_that_overflows_on_one_rank_halves_the_scale_on_every_rank(folder: Path) -> None:
+    outcome = json.loads((folder / ONE_OVERFLOWS / "outcome.json").read_text())
+    assert outcome == [[1.0, INITIAL_SCALE, INITIAL_SCALE / 2, True]] * 2
+
+
+def _overflow_one(folder: Path, mesh: DeviceMesh, rank: int) -> None:
+    """Train a step in fp16 whose gradient overflows on the last rank alone, and one more.
+
+    Write each rank's `withheld`, the scales of both steps, and whether the first one left the weights as they were.
+    """
+    engine = sharded_engine(replace(NEOX, techniques=Techniques("amp-fp16")), mesh)
+    before = {item.name: item.tensor.clone() for item in engine.state_items() if item.section == "weights"}
+    with broken(engine, "gradient") if rank == mesh.size() - 1 else nullcontext():
+        first = engine.train_step(cut(1, 0, rank, mesh.size()), OPTIM.lr)
+    weights = {item.name: item.tensor for item in engine.state_items() if item.section == "weights"}
+    same = all(torch.equal(weights[name], old) for name, old in before.items())
+    second = engine.train_step(cut(1, 1, rank, mesh.size()), OPTIM.lr)
+    assert first.loss_scale is not None and second.loss_scale is not None
+    outcome: list[Any] = [None] * mesh.size()
+    found = (first.withheld.item(), first.loss_scale.item(), second.loss_scale.item(), same)
+    dist.all_gather_object(outcome, found, mesh.get_group())
+    if rank == 0:
+        folder.mkdir()
+        (folder / "outcome.json").write_text(json.dumps(outcome))
+
+
 def _break_one(folder: Path, mesh: DeviceMesh, rank: int) -> None:
     """Train a step whose loss is no number on the last rank alone; write each rank's `withheld`, and whether nothing changed."""
     engine = sharded_engine(NEOX, mesh)
@@ -208,6 +239,7 @@ def _rank_main(rank: int, folder: str) -> None:
             dist.barrier()
     if rank < 2:
         _break_one(Path(folder, ONE_BROKEN), meshes[2], rank)
+        _overflow_one(Path(folder, ONE_OVERFLOWS), meshes[2], rank)
     _load_published(Path(folder, PUBLISHED), meshes[WORLD], rank)
     dist.destroy_process_group()
 

@@ -200,7 +200,7 @@ def _expected_sizes(engine: StreamEngine, stack: nn.Module, mode: ClipMode, num_
     weights, states, held = _split24_bytes(outside)
     found += [weights, states, 2 * held]
     found += [4 * parameter.numel() for name, parameter in stack.named_parameters() if name in _tied(stack)]
-    found += [4] * (len(blocks) + len(outside) + 1)  # step counts and the average of norms
+    found += [4] * (len(blocks) + len(outside) + 3)  # step counts, the average of norms, scale of the loss and its count
     found += [buffer.untyped_storage().nbytes() for buffer in stack.buffers()]
     return Counter(size for size in found if size)
 
