@@ -58,10 +58,20 @@ def _check_stream(config: TrainConfig) -> None:
             f"precision: 'amp-fp16' skips a step whose gradient overflows, and with engine.kind stream and clip.mode "
             f"{config.clip.mode} blocks have stepped before that is known; set clip.mode=exact, or precision=amp-bf16"
         )
+    if config.optim.kind == "paged_adam8bit":
+        raise ConfigError(
+            "optim.kind: 'paged_adam8bit' lets states go to the host, where engine.kind stream keeps them anyway; set "
+            "optim.kind=adam8bit"
+        )
 
 
 def _check_optim(config: TrainConfig) -> None:
     optim, train = config.optim, config.train
+    if optim.kind == "paged_adam8bit" and config.engine.kind == "sharded" and config.resources.gpu == 0:
+        raise ConfigError(
+            "optim.kind: 'paged_adam8bit' uses CUDA's managed memory, and resources.gpu is 0; set optim.kind=adam8bit, or "
+            "resources.gpu=1"
+        )
     if optim.master != "fp32" and config.precision != "mixed-bf16":
         raise ConfigError(
             f"optim.master: {optim.master!r} is for bf16 weights, and precision is {config.precision}; "

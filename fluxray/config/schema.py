@@ -90,7 +90,9 @@ class BatchConfig(Section):
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    kind: Literal["adamw", "adam8bit"] = Field(default="adamw", description="AdamW with fp32 or with 8-bit moments")
+    kind: Literal["adamw", "adam8bit", "paged_adam8bit"] = Field(
+        default="adamw", description="AdamW with fp32 or with 8-bit moments; paged: these leave a full GPU for the host"
+    )
     lr: float = Field(default=5e-5, gt=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -100,6 +102,11 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=100, ge=0)
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="where linear and cosine end, as a share of lr")
+
+    @property
+    def has_8_bit_moments(self) -> bool:
+        """Whether the moments of large matrices are 8-bit codes."""
+        return self.kind != "adamw"
 
 
 class ClipConfig(Section):

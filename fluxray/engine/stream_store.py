@@ -57,7 +57,7 @@ class Unit:
         self.prefix = prefix
         self.layout = Layout(
             {
-                name: (tuple(p.shape), state_format(p.shape, optim.kind == "adam8bit", optim.master, weight, p.requires_grad))
+                name: (tuple(p.shape), state_format(p.shape, optim.has_8_bit_moments, optim.master, weight, p.requires_grad))
                 for name, p in parameters.items()
             }
         )

@@ -55,7 +55,7 @@ class Demand:
     model computes with. `hold_gradients`: clipping needs the whole norm before any block steps. `checkpoint_blocks`: backward
     computes a block's activations again, `partly_again`: only what it needs of them. `resident_indices(n)` are the blocks that
     the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
-    weights to compute with.
+    weights to compute with. `paged_states`: optimizer states may leave the device for the host.
     """
 
     engine: Literal["stream", "sharded"]
@@ -71,6 +71,7 @@ class Demand:
     checkpoint_blocks: bool = True
     partly_again: bool = False
     whole_copies: bool = False
+    paged_states: bool = False
     asynchronous_saves: bool = True
     num_checkpoints: int = 1
     resident_indices: Callable[[int], Sequence[int]] = range
@@ -153,7 +154,7 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
 def _sharded(demand: Demand, policy: Policy) -> Estimate:
     units = [*demand.blocks, demand.outside]
     ranks = demand.num_ranks
-    masters = sum(unit.weights for unit in units)
+    masters, states = sum(unit.weights for unit in units), sum(unit.states for unit in units)
     num_gradients = sum(unit.num_gradients for unit in units)
     largest = max(unit.num_gradients for unit in demand.blocks)
     copies = demand.itemsize * num_gradients if demand.whole_copies else 0
@@ -165,7 +166,7 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
         "weights": masters // ranks + copies,
-        "optimizer": sum(unit.states for unit in units) // ranks,
+        "optimizer": states // ranks if not demand.paged_states else max(unit.states for unit in units) // ranks,
         "gradients": 4 * num_gradients // ranks,
         "gathered blocks": gathered,
         "kept inputs": (carries if demand.checkpoint_blocks else 0) + demand.micro_rows * demand.spec.shared_bytes,
@@ -175,6 +176,8 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     saved = sum(unit.total for unit in units)
     # fp32 weights and moments of all ranks; a page-locked copy, which is used again, lets training go on during a save
     host = {"checkpoint": saved if demand.asynchronous_saves else 0, "process": PROCESS_BYTES * ranks}
+    if demand.paged_states:
+        host["paged states"] = states
     return Estimate(_with_validation(device, demand, 1, demand.micro_tokens), host, _disk(demand))
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fluxray.config.schema import OptimConfig
+from fluxray.optim.paged import PagedMemory
 from fluxray.optim.sharded import Adam8bit, FusedAdamW, ShardedOptimizer
 
 
@@ -16,6 +17,8 @@ def build_sharded(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -
             return FusedAdamW(parameters, build_adamw(parameters, config))
         case "adam8bit":
             return Adam8bit(parameters, config)
+        case "paged_adam8bit":
+            return Adam8bit(parameters, config, PagedMemory(next(iter(parameters.values())).device))
 
 
 def build_adamw(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

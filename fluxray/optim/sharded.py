@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from fluxray.config.schema import OptimConfig
 from fluxray.optim.adam8bit import AdamConfig, FlatState, adam_step, bias_corrections
 from fluxray.optim.formats import zero_code
+from fluxray.optim.paged import SMALLEST_PAGED, PagedMemory
 from fluxray.optim.restore import MOMENTS
 from fluxray.optim.rows import Rows
-from fluxray.optim.states import QUANT_BLOCK, StateFormat, state_format
+from fluxray.optim.states import QUANT_BLOCK, state_format
 from fluxray.protocols import StateItem, StateReader
 
 
@@ -75,14 +76,15 @@ class Adam8bit:
     """AdamW with 8-bit moments where `state_format` says so; every other parameter keeps fp32 ones.
 
     A block of 256 elements that share an absmax never leaves its row, and ranks share a parameter by whole rows, so neither their
-    number nor a checkpoint's changes a bit of the states.
+    number nor a checkpoint's changes a bit of the states. Those of large parameters lie in `paged` memory, if there is some.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig, paged: PagedMemory | None = None):
+        self._paged = paged
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         self._formats = {name: state_format(p.shape, True, "fp32", torch.float32) for name, p in self._parameters.items()}
-        self._sections = {name: _empty_sections(Rows.of(p).local, self._formats[name]) for name, p in self._parameters.items()}
+        self._sections = {name: self._empty_sections(name, Rows.of(p).local) for name, p in self._parameters.items()}
         decayed, plain = (AdamConfig(config.beta1, config.beta2, config.eps, decay) for decay in (config.weight_decay, 0.0))
         self._configs = {name: decayed if fmt.decays else plain for name, fmt in self._formats.items()}
         self._plain = plain
@@ -102,6 +104,8 @@ class Adam8bit:
             gradient = Rows.of(parameter.grad).local
             parameter.grad = None
             if gradient.numel() > 0:
+                if self._paged is not None:
+                    self._paged.prefetch(name)
                 adam_step(self._flat_state(name), gradient.reshape(-1), self._configs[name], lr, control, noise=0)
         torch._foreach_add_([self._steps[name] for name in stepped], [ok] * len(stepped))  # waits for a lone tensor
 
@@ -130,16 +134,22 @@ class Adam8bit:
         weight = Rows.of(self._parameters[name]).local.view(-1)
         return FlatState(weight, None, sections["exp_avg"], sections["exp_avg_sq"], *absmax)
 
+    def _empty_sections(self, name: str, local: Tensor) -> dict[str, Tensor]:
+        """Return the state of rows that have not been stepped, one section behind the other in memory of their own.
 
-def _empty_sections(local: Tensor, fmt: StateFormat) -> dict[str, Tensor]:
-    """Return the state of rows that have not been stepped: moments shaped like them, absmax [rows, elements of a row / 256]."""
-    sections: dict[str, Tensor] = {}
-    for section, dtype, numel in fmt.state_sections(local.numel()):
-        if section in MOMENTS:
-            first = zero_code(MOMENTS[section]) if fmt.quantised else 0
-            sections[section] = torch.full(local.shape, first, dtype=dtype, device=local.device)
+        Moments are shaped like the rows, absmax [rows, elements of a row / 256].
+        """
+        fmt = self._formats[name]
+        wanted = fmt.state_sections(local.numel())
+        num_bytes = sum(section.num_bytes for section in wanted)
+        if self._paged is not None and local.numel() >= SMALLEST_PAGED:
+            memory = self._paged.allocate(name, num_bytes)
         else:
-            row = local.shape[1:].numel() // QUANT_BLOCK
-            sections[section] = torch.zeros(local.shape[0], row, dtype=dtype, device=local.device)
-            assert sections[section].numel() == numel
-    return sections
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=local.device)
+        sections: dict[str, Tensor] = {}
+        for section, part in zip(wanted, memory.split([section.num_bytes for section in wanted]), strict=True):
+            is_moment = section.name in MOMENTS
+            shape = local.shape if is_moment else (local.shape[0], local.shape[1:].numel() // QUANT_BLOCK)
+            first = zero_code(MOMENTS[section.name]) if is_moment and fmt.quantised else 0
+            sections[section.name] = part.view(section.dtype).view(shape).fill_(first)
+        return sections

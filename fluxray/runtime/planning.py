@@ -133,6 +133,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         checkpoint_blocks=stream or config.activation_checkpoint != "none",
         partly_again=stream and config.compile and not spec.has_dropout,
         whole_copies=mixed and not split and ranks == 1,
+        paged_states=config.optim.kind == "paged_adam8bit",
         asynchronous_saves=config.checkpoint.asynchronous and not stream,
         num_checkpoints=config.checkpoint.keep,
         resident_indices=lambda num: resident_indices(len(spec.blocks), num),
@@ -214,7 +215,7 @@ def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
 
 
 def _unit_sizes(config: TrainConfig, weight: torch.dtype) -> Callable[[tuple[ParameterSpec, ...]], UnitBytes]:
-    eight_bit, master = config.optim.kind == "adam8bit", config.optim.master
+    eight_bit, master = config.optim.has_8_bit_moments, config.optim.master
 
     @cache
     def size(parameters: tuple[ParameterSpec, ...]) -> UnitBytes:
@@ -245,12 +246,19 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
         if config.optim.master != "stochastic" and config.precision == "mixed-bf16":
             yield {"optim.master": "stochastic"}
         yield {"engine.weight_slots": 2, "engine.state_slots": 2}
-    elif config.activation_checkpoint == "none":
-        yield {"activation_checkpoint": "full"}
+    else:
+        yield from _sharded_changes(config)
     for factor in factors:
         yield {"batch.micro_size": size // factor}
     for fewer in range(steps - 1, 0, -1):
         yield {"batch.accumulation_steps": fewer}
+
+
+def _sharded_changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    if config.activation_checkpoint == "none":
+        yield {"activation_checkpoint": "full"}
+    if config.optim.kind == "adam8bit" and config.resources.gpu > 0:
+        yield {"optim.kind": "paged_adam8bit"}
 
 
 def _fits(config: TrainConfig, change: Mapping[str, Any], found: MemoryPlan) -> bool:

@@ -44,6 +44,14 @@ CONTRADICTIONS = {
         "precision: 'amp-fp16' skips a step whose gradient overflows, and with engine.kind stream and clip.mode block blocks "
         "have stepped before that is known; set clip.mode=exact, or precision=amp-bf16"
     ),
+    ("optim.kind=paged_adam8bit",): (
+        "optim.kind: 'paged_adam8bit' uses CUDA's managed memory, and resources.gpu is 0; set optim.kind=adam8bit, or "
+        "resources.gpu=1"
+    ),
+    ("optim.kind=paged_adam8bit", "engine.kind=stream", "activation_checkpoint=full", "resources.gpu=1"): (
+        "optim.kind: 'paged_adam8bit' lets states go to the host, where engine.kind stream keeps them anyway; set "
+        "optim.kind=adam8bit"
+    ),
     ("storage=runs",): "storage: 'runs' is not an absolute path; workers run in other folders than you do",
 }  # fmt: skip
 
@@ -67,6 +75,7 @@ def test_consistent_keys_pass():
     resolve(overrides=["data.vocab_size=300", "data.tokenizer=train"])
     resolve(overrides=["allocator=async", "resources.gpu=1", "resources.accelerator=RTX-A6000"])
     resolve(overrides=["resources.gpu=0.25"])
+    resolve(overrides=["resources.gpu=1", "optim.kind=paged_adam8bit"])
     resolve(overrides=["resources.gpu=0.75", "resources.num_workers=2"])  # no two of them fit on one card
 
 

@@ -121,10 +121,11 @@ def test_8_bit_moments_on_the_gpu_stay_close_to_the_hosts(mesh: DeviceMesh, shar
 
 
 @pytest.mark.parametrize("clip", ["exact", "previous", "block"])
-@pytest.mark.parametrize("optim", [OPTIM, EIGHT_BIT], ids=["adamw", "adam8bit"])
+@pytest.mark.parametrize("kind", ["adamw", "adam8bit", "paged_adam8bit"])
 @pytest.mark.parametrize("precision", ["amp-bf16", "amp-fp16", "mixed-bf16"])
-def test_the_host_never_waits_for_the_device_inside_a_step(precision: str, optim: OptimConfig, clip: ClipMode) -> None:
+def test_the_host_never_waits_for_the_device_inside_a_step(precision: str, kind: str, clip: ClipMode) -> None:
     techniques = Techniques(precision, activation_checkpoint="full")
+    optim = OPTIM.model_copy(update={"kind": kind})
     engine = sharded_engine(replace(WIDE, techniques=techniques, optim=optim, clip=clip))
     micro_batches = [batch.to(CUDA) for batch in cut(2, 0)]
     engine.train_step(micro_batches, OPTIM.lr)
@@ -134,6 +135,40 @@ def test_the_host_never_waits_for_the_device_inside_a_step(precision: str, optim
         engine.train_step(micro_batches, OPTIM.lr)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+PAGED = OPTIM.model_copy(update={"kind": "paged_adam8bit"})
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.usefixtures("deterministic")
+def test_paged_states_are_those_of_8_bit_adam_bit_for_bit(mesh: DeviceMesh, sharded: bool) -> None:
+    case, on = replace(WIDE, clip="block"), mesh if sharded else None
+    paged, plain = (sharded_engine(replace(case, optim=optim), on) for optim in (PAGED, EIGHT_BIT))
+    expect_equal(train(paged), train(plain))
+    states = [{(item.section, item.name): item.tensor for item in engine.state_items()} for engine in (paged, plain)]
+    assert states[0].keys() == states[1].keys()
+    assert all(tensor.is_cuda and torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
+
+
+def test_paged_states_are_no_memory_of_the_allocator_and_survive_being_pushed_out() -> None:
+    case = replace(WIDE, model=model_config("gpt_neox", hidden_size=1024, num_hidden_layers=2, intermediate_size=4096))
+    held, traces = [], []
+    for optim in (EIGHT_BIT, PAGED):
+        before = torch.cuda.memory_allocated()
+        engine = sharded_engine(replace(case, optim=optim))
+        held.append(torch.cuda.memory_allocated() - before)
+        traces.append(train(engine, num_steps=2))
+        if optim is PAGED:
+            pages = engine._optimizer._paged
+            for page in pages._pages.values():
+                pages._library.prefetch_tensor(page, to_cpu=True)
+            torch.cuda.synchronize()
+        traces[-1].losses.extend(train(engine, num_steps=2, start=2).losses)
+        del engine
+    num_large = 2 * 12 * 1024 * 1024  # parameters in the blocks' matrices
+    assert held[0] - held[1] == pytest.approx(num_large * (2 + 8 / 256), rel=0.05)
+    expect_close_values(torch.tensor(traces[1].losses), torch.tensor(traces[0].losses), 1e-5, "losses")
 
 
 def _copy_weights(source, target) -> None:

@@ -151,6 +151,14 @@ def test_a_group_holds_its_share_and_a_gathered_block():
     assert eight.speed.hiding_tokens is None
 
 
+def test_paged_states_are_the_hosts_but_for_those_of_a_block():
+    words = ("engine.kind=sharded", "optim.master=fp32", "clip.mode=exact")
+    paged, plain = (planned("flux2-seed", *words, f"optim.kind={kind}") for kind in ("paged_adam8bit", "adam8bit"))
+    units = (*plain.demand.blocks, plain.demand.outside)
+    assert plain.bytes.device["optimizer"] == paged.bytes.host["paged states"] == sum(unit.states for unit in units)
+    assert paged.bytes.device["optimizer"] == max(unit.states for unit in units) and "paged states" not in plain.bytes.host
+
+
 def test_measured_bytes_are_told_beside_the_planned():
     found = planned("neox-20b")
     lines = comparison(found, {"device": found.device_bytes + found.device_bytes // 50, "host blocks": 50 * GIB})
