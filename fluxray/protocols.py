@@ -282,11 +282,15 @@ class Engine(Protocol):
 
 
 class MicroBatches(NamedTuple):
-    """One global batch as this rank sees it, and where the data stands once it has been consumed."""
+    """One global batch as this rank sees it, where the data stands once it has been consumed, and what is to be reported of it.
+
+    `metrics` are of the whole global batch, so the same on every rank.
+    """
 
     batches: Sequence[Batch]
     epoch: int
     position: int
+    metrics: Mapping[str, float] = {}
 
 
 BatchSource = Callable[["RunState"], Generator[MicroBatches, None, None]]
@@ -348,7 +352,7 @@ class Report(NamedTuple):
     `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `train/skipped_steps`,
     `train/loss_scale`, `perf/tokens_per_s`, `perf/mfu`, `perf/of_floor`, `perf/wait_fetch_s`, `perf/wait_write_s`, `memory/...`,
     `eval/loss`, `eval/perplexity`), except rates, memory and seconds, which are the rank's own. A loss or gradient norm that is
-    not finite is left out.
+    not finite is left out. What `MicroBatches.metrics` holds comes along.
     """
 
     step: int

@@ -5,7 +5,7 @@ It knows an engine and callables, no model, data set, process group or tracker, 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -63,12 +63,13 @@ class Hooks:
 
 
 class _Pending(NamedTuple):
-    """A step that has not been read from the device yet, and the first rows of its batch."""
+    """A step that has not been read from the device yet, the first rows of its batch, and what is known of it on the host."""
 
     step: int
     lr: float
     output: StepOutput
     rows: list[SampleId]
+    metrics: Mapping[str, float]
 
 
 class _Fault(NamedTuple):
@@ -158,7 +159,7 @@ class Trainer:
         output = self._engine.train_step(data.batches, lr)
         self._throughput.add(self._num_ranks * sum(batch.num_tokens for batch in data.batches))
         rows = [row for batch in data.batches if batch.key is not None for row in batch.key.samples][:NUM_NAMED]
-        self._pending.append(_Pending(state.step + 1, lr, output, rows))
+        self._pending.append(_Pending(state.step + 1, lr, output, rows, data.metrics))
         return replace(state, step=state.step + 1, epoch=data.epoch, position=data.position)
 
     def _log(self, state: RunState) -> RunState:
@@ -179,7 +180,7 @@ class Trainer:
             num_tokens += int(num_valid)
             finite = {"train/loss": loss, "train/grad_norm": grad_norm}
             metrics = {key: value for key, value in finite.items() if math.isfinite(value)}
-            metrics |= {"train/lr": pending.lr, "train/tokens": float(num_tokens)}
+            metrics |= {"train/lr": pending.lr, "train/tokens": float(num_tokens), **pending.metrics}
             metrics["train/skipped_steps"] = float(num_skipped)
             metrics |= {} if loss_scale is None else {"train/loss_scale": loss_scale}
             if index == len(self._pending) - 1:

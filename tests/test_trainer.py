@@ -128,7 +128,8 @@ class Run:
                 position += 4
                 rows = tuple(SampleId(1, index) for index in range(position - 4, position))
                 first, second = (BatchKey(state.seed, 0, rows[start : start + 2]) for start in (0, 2))
-                yield MicroBatches([FakeBatch(key=first), FakeBatch(num_valid=5, key=second)], 1, position)
+                metrics = {"batch/padding_share": position / 100}
+                yield MicroBatches([FakeBatch(key=first), FakeBatch(num_valid=5, key=second)], 1, position, metrics)
         finally:
             self.closed += 1
 
@@ -177,6 +178,7 @@ def test_report_of_a_step_holds_its_own_values() -> None:
     for step, metrics in by_step.items():
         assert metrics["train/lr"] == lr_at(START.schedule, step - 1)
         assert metrics["train/tokens"] == 12.0 * step
+        assert metrics["batch/padding_share"] == 4 * step / 100
     assert [lr for _, _, lr in (e for e in run.done if e[0] == "step")] == [lr_at(START.schedule, s) for s in range(TOTAL)]
 
 

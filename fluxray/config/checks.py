@@ -22,6 +22,7 @@ def check_consistent(config: TrainConfig) -> None:
         raise ConfigError(
             f"data.vocab_size: {data.vocab_size} has no effect, data.tokenizer {data.tokenizer!r} is not trained; drop either"
         )
+    _check_rows(config)
     _check_optim(config)
     if config.resources.gpu == 0 and config.allocator != "native":
         raise ConfigError(f"allocator: {config.allocator!r} is CUDA's, and resources.gpu is 0; set native")
@@ -40,6 +41,15 @@ def check_consistent(config: TrainConfig) -> None:
         raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
     if config.checkpoint.mirror is not None:
         check_mirror(config.checkpoint.mirror)
+
+
+def _check_rows(config: TrainConfig) -> None:
+    data = config.data
+    if data.length_grouping and data.packing:
+        raise ConfigError(
+            f"data.length_grouping: true, but packed rows all have data.max_slice {data.max_slice} tokens; "
+            f"set data.packing=false, or drop it"
+        )
 
 
 def _check_stream(config: TrainConfig) -> None:

@@ -76,6 +76,9 @@ class DataConfig(Section):
         default=None, ge=258, description="size of a trained tokenizer; default: the model's vocab_size"
     )
     packing: bool = Field(default=True, description="fill each row with several documents; otherwise pad rows to the longest")
+    length_grouping: bool = Field(
+        default=False, description="without packing: rows of similar length share a global batch, which leaves little padding"
+    )
     max_slice: int = Field(default=512, ge=2, description="tokens in a row; longer documents are cut")
 
 

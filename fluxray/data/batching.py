@@ -2,9 +2,13 @@
 
 A global batch has K micro-batches x N ranks x m rows. Its sample g belongs to micro-batch g // (N m) of rank (g // m) % N, so it
 is the same global batch, in the same order, for all K, N and m of equal product.
+
+Rows of different length are padded to the longest of their micro-batch. Where they are grouped by length, a global batch holds
+rows of similar length in ascending order, so that neighbours, which share a micro-batch, differ little.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +22,9 @@ from fluxray.seeding import generator
 
 T = TypeVar("T")
 
+WINDOW = 50
+"""Global batches within which rows of similar length are brought together."""
+
 GlobalBatch = tuple[tuple[SampleId, ...], int, int]
 """The samples of one optimizer step, in order, and epoch and position once they are consumed."""
 
@@ -27,9 +34,34 @@ def sample_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return generator(seed, "order", epoch).permutation(num_rows)
 
 
-def global_batches(num_rows: int, global_size: int, seed: int, epoch: int = 0, position: int = 0) -> Iterator[GlobalBatch]:
+def grouped_order(lengths: np.ndarray, global_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Return an order in which global batches hold rows of similar length: a permutation, int64 [num_rows].
+
+    Rows are shuffled; each WINDOW global batches of them are sorted by length and cut into batches, and these are shuffled. Two
+    epochs may share a batch: to it each gives the shortest rows of its last or first window, which cost the least padding.
+    """
+    random = generator(seed, "order", epoch)
+    shuffled = random.permutation(len(lengths))
+    lead = min(-epoch * len(lengths) % global_size, len(lengths))  # rows that complete the last batch of the epoch before
+    parts: list[np.ndarray] = []
+    begin, end = 0, lead + WINDOW * global_size
+    while begin < len(lengths):
+        window = shuffled[begin:end]
+        window = window[np.argsort(lengths[window], kind="stable")]
+        num_whole = (len(window) - lead) // global_size
+        first_whole = len(window) - num_whole * global_size
+        batches = window[first_whole:].reshape(num_whole, global_size)
+        parts += [window[:lead], random.permutation(batches).reshape(-1), window[lead:first_whole]]
+        begin, end, lead = end, end + WINDOW * global_size, 0
+    return np.concatenate(parts)
+
+
+def global_batches(
+    num_rows: int, global_size: int, seed: int, epoch: int = 0, position: int = 0, lengths: np.ndarray | None = None
+) -> Iterator[GlobalBatch]:
     """Yield global batches of exactly `global_size` samples without end, from `position` in the order of `epoch` on.
 
+    The order is `sample_order`, or `grouped_order` of the rows' `lengths` where they are given.
     A batch that reaches the end of an epoch goes on in the next one, so nothing is dropped. A position is below `num_rows`;
     DataError if the given one is not, for then the data has changed since it was saved.
     """
@@ -37,7 +69,11 @@ def global_batches(num_rows: int, global_size: int, seed: int, epoch: int = 0, p
         raise DataError(
             f"data.source: {num_rows} rows in an epoch, but the run stands at row {position}; resume it on the data it began with"
         )
-    order = sample_order(num_rows, seed, epoch)
+
+    def order_of(epoch: int) -> np.ndarray:
+        return sample_order(num_rows, seed, epoch) if lengths is None else grouped_order(lengths, global_size, seed, epoch)
+
+    order = order_of(epoch)
     while True:
         samples: list[SampleId] = []
         while len(samples) < global_size:
@@ -46,7 +82,7 @@ def global_batches(num_rows: int, global_size: int, seed: int, epoch: int = 0, p
             position += len(taken)
             if position == num_rows:
                 epoch, position = epoch + 1, 0
-                order = sample_order(num_rows, seed, epoch)
+                order = order_of(epoch)
         yield tuple(samples), epoch, position
 
 
@@ -55,6 +91,40 @@ def rank_micro_batches(samples: Sequence[T], micro_size: int, rank: int, num_ran
     stride = num_ranks * micro_size
     for begin in range(rank * micro_size, rank * micro_size + len(samples), stride):
         yield tuple(samples[begin : begin + micro_size])
+
+
+def cut_rounds(lengths: Sequence[int], num_ranks: int, max_rows: int, max_tokens: int | None = None) -> list[list[range]]:
+    """Return which samples of a global batch each rank has in each of its micro-batches: [round][rank] ranges of positions.
+
+    `lengths` are those of the samples, in order. A micro-batch has up to `max_rows` neighbouring samples, and at least one; the
+    longest one of the round times their number is at most `max_tokens`. What is left for the last round is shared out evenly, so
+    a rank may get nothing there. With equal lengths that fit, it is the cut of `rank_micro_batches`.
+    """
+    rounds: list[list[range]] = []
+    begin = 0
+    while begin < len(lengths):
+        num_rows, longest = 0, 0
+        while num_rows < max_rows and begin + num_rows * num_ranks < len(lengths):
+            one_more = begin + num_rows * num_ranks
+            longest = max(longest, *lengths[one_more : one_more + num_ranks])
+            if num_rows and max_tokens is not None and (num_rows + 1) * longest > max_tokens:
+                break
+            num_rows += 1
+        taken = min(num_rows * num_ranks, len(lengths) - begin)
+        bounds = [begin + taken * rank // num_ranks for rank in range(num_ranks + 1)]
+        rounds.append([range(*pair) for pair in pairwise(bounds)])
+        begin += taken
+    return rounds
+
+
+def padding_share(lengths: Sequence[int], rounds: Sequence[Sequence[range]]) -> float:
+    """Return which share of the positions of all micro-batches is padding, rows that stand in for missing ones included."""
+    positions = sum(
+        max(lengths[share.start : share.stop]) * len(share) if share else lengths[of_ranks[0].start]
+        for of_ranks in rounds
+        for share in of_ranks
+    )
+    return 1 - sum(lengths) / positions
 
 
 def collate_text(rows: Sequence[TextRow], key: BatchKey | None, pad_id: int) -> TextBatch:

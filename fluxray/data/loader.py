@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from fluxray.config.schema import BatchConfig
-from fluxray.data.batching import global_batches, rank_micro_batches, without_targets
-from fluxray.data.rows import TextRow
+from fluxray.data.batching import cut_rounds, global_batches, padding_share, rank_micro_batches, without_targets
+from fluxray.data.rows import TextRow, TextRows
 from fluxray.errors import DataError
-from fluxray.protocols import Batch, BatchKey, MicroBatches, RunState
+from fluxray.protocols import Batch, BatchKey, MicroBatches, RunState, SampleId
 
 PREFETCHED_STEPS = 2
 
@@ -21,13 +21,17 @@ Prepare = Callable[[Sequence[TextRow], BatchKey | None], Batch]
 
 @dataclass(frozen=True)
 class Loader:
-    """The batches of one rank out of `num_ranks`; all ranks draw the same global batches and keep their share."""
+    """The batches of one rank out of `num_ranks`; all ranks draw the same global batches and keep their share.
 
-    rows: Sequence[TextRow]
+    `grouped`: rows of similar length share a global batch.
+    """
+
+    rows: TextRows
     prepare: Prepare
     batch: BatchConfig
     rank: int
     num_ranks: int
+    grouped: bool = False
 
     def train_batches(self, state: RunState) -> Generator[MicroBatches, None, None]:
         """Yield global batches without end from where `state` stands, prepared ahead by a thread that ends with the generator.
@@ -58,13 +62,21 @@ class Loader:
 
     def _steps(self, state: RunState) -> Iterator[MicroBatches]:
         global_size = self.batch.micro_size * self.batch.accumulation_steps * self.num_ranks
-        draws = global_batches(len(self.rows), global_size, state.seed, state.epoch, state.position)
+        all_lengths = self.rows.row_lengths
+        grouping = all_lengths if self.grouped else None
+        draws = global_batches(len(self.rows), global_size, state.seed, state.epoch, state.position, grouping)
         for step, (samples, epoch, position) in enumerate(draws, start=state.step):
-            shares = rank_micro_batches(samples, self.batch.micro_size, self.rank, self.num_ranks)
-            batches = [
-                self.prepare([self.rows[sample.index] for sample in share], BatchKey(state.seed, step, share)) for share in shares
-            ]
-            yield MicroBatches(batches, epoch, position)
+            lengths: list[int] = all_lengths[[sample.index for sample in samples]].tolist()
+            rounds = cut_rounds(lengths, self.num_ranks, self.batch.micro_size)
+            batches = [self._micro_batch(samples, of_ranks, (state.seed, step)) for of_ranks in rounds]
+            yield MicroBatches(batches, epoch, position, {"batch/padding_share": padding_share(lengths, rounds)})
+
+    def _micro_batch(self, samples: Sequence[SampleId], of_ranks: Sequence[range], key: tuple[int, int]) -> Batch:
+        """Return this rank's micro-batch of a round; a zero-weight row stands in where it has none. `key` is seed and step."""
+        share = tuple(samples[index] for index in of_ranks[self.rank])
+        rows = [self.rows[sample.index] for sample in share]
+        stand_in = [] if rows else [without_targets(self.rows[samples[of_ranks[0].start].index])]
+        return self.prepare(rows + stand_in, BatchKey(*key, share))
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T, None, None]:

@@ -147,7 +147,7 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
     plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify, context.run_dir)
     engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, plan.policy if plan else None)
-    loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
+    loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks, config.data.length_grouping)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = plan.hardware.tflops if plan else config.hardware.tflops or measure_matrix_tflops(device, dtype)
     floor_rate = plan.demand.tokens / plan.speed.floor if plan else None

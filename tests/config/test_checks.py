@@ -15,6 +15,9 @@ CONTRADICTIONS = {
     ("data.vocab_size=300", "data.tokenizer=path:tok"): (
         "data.vocab_size: 300 has no effect, data.tokenizer 'path:tok' is not trained; drop either"
     ),
+    ("data.length_grouping=true",): (
+        "data.length_grouping: true, but packed rows all have data.max_slice 512 tokens; set data.packing=false, or drop it"
+    ),
     ("data.source=[]",): "data.source: [] names no data; name some, or drop the key",
     ("data.eval_source=[]",): "data.eval_source: [] names no data; name some, or drop the key",
     ("optim.schedule=cosine", "train.num_steps=100"): (

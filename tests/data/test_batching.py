@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from fluxray.data.batching import collate_text, global_batches, rank_micro_batches, sample_order, without_targets
+from fluxray.data.batching import (
+    WINDOW,
+    collate_text,
+    cut_rounds,
+    global_batches,
+    grouped_order,
+    padding_share,
+    rank_micro_batches,
+    sample_order,
+    without_targets,
+)
 from fluxray.data.rows import TextRow
 from fluxray.errors import DataError
 from fluxray.protocols import IGNORE_INDEX, BatchKey, SampleId
@@ -46,6 +56,79 @@ def test_resume_from_any_position_equals_the_uninterrupted_run(seed):
         assert done * global_size == epoch * num_rows + position
         assert position < num_rows
         assert list(islice(global_batches(num_rows, global_size, seed, epoch, position), 10 - done)) == whole[done:]
+
+
+def some_lengths(num_rows, seed=0):
+    return np.random.default_rng(seed).integers(1, 500, num_rows)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("num_rows", "global_size"), [(7, 3), (64, 4), (3, 8), (1, 5), (1000, 4), (4 * WINDOW + 3, 4)])
+def test_grouping_draws_every_sample_once_an_epoch_and_resumes_anywhere(num_rows, global_size, seed):
+    lengths = some_lengths(num_rows, seed)
+    count = 5 + 3 * num_rows // global_size
+    whole = list(islice(global_batches(num_rows, global_size, seed, lengths=lengths), count))
+    drawn = [sample for samples, _, _ in whole for sample in samples]
+    assert {len(samples) for samples, _, _ in whole} == {global_size}
+    for epoch in range(len(drawn) // num_rows):
+        of_epoch = drawn[epoch * num_rows : (epoch + 1) * num_rows]
+        assert {sample.epoch for sample in of_epoch} == {epoch}
+        assert sorted(sample.index for sample in of_epoch) == list(range(num_rows))
+    for done in range(1, count, 1 + count // 7):
+        _, epoch, position = whole[done - 1]
+        assert list(islice(global_batches(num_rows, global_size, seed, epoch, position, lengths), count - done)) == whole[done:]
+
+
+def test_grouped_batches_ascend_come_in_any_order_and_differ_between_epochs():
+    lengths, global_size = some_lengths(70 * 8 + 3), 8
+    firsts = []
+    for samples, _, _ in islice(global_batches(len(lengths), global_size, 1, lengths=lengths), 200):
+        of_batch = lengths[[sample.index for sample in samples]]
+        if len({sample.epoch for sample in samples}) == 1:
+            assert np.all(np.diff(of_batch) >= 0) and of_batch[-1] - of_batch[0] <= 60  # 50 batches share 500 lengths
+            firsts.append(of_batch[0])
+        else:
+            assert of_batch.max() <= 60  # what two epochs share are short rows of both
+    rising = np.mean(np.diff(firsts) > 0)
+    assert 0.3 < rising < 0.7
+    orders = [grouped_order(lengths, global_size, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert orders[0] != orders[1] and orders[0] != orders[2]
+
+
+def test_equal_lengths_are_cut_as_if_there_were_none():
+    for num_ranks, micro_size, num_micro_batches in ((1, 8, 4), (2, 4, 3), (3, 2, 1), (4, 1, 2)):
+        samples = range(num_ranks * micro_size * num_micro_batches)
+        rounds = cut_rounds([64] * len(samples), num_ranks, micro_size, 64 * micro_size)
+        for rank in range(num_ranks):
+            expected = list(rank_micro_batches(samples, micro_size, rank, num_ranks))
+            assert [tuple(of_ranks[rank]) for of_ranks in rounds] == expected
+        assert padding_share([64] * len(samples), rounds) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cut_covers_the_batch_in_order_within_its_bounds(seed):
+    random = np.random.default_rng(seed)
+    num_ranks, max_rows, max_tokens = int(random.integers(1, 5)), int(random.integers(1, 17)), int(random.integers(500, 3000))
+    lengths = np.sort(some_lengths(int(random.integers(1, 100)), seed)).tolist()
+    rounds = cut_rounds(lengths, num_ranks, max_rows, max_tokens)
+    assert [index for of_ranks in rounds for share in of_ranks for index in share] == list(range(len(lengths)))
+    for of_ranks in rounds:
+        sizes = [len(share) for share in of_ranks]
+        longest = max(lengths[index] for share in of_ranks for index in share)
+        assert max(sizes) <= max_rows and (max(sizes) == 1 or max(sizes) * longest <= max_tokens)
+        assert max(sizes) - min(sizes) <= (0 if of_ranks is not rounds[-1] else 1)
+    positions = sum(
+        len(share) * max(lengths[index] for index in share) if share else lengths[of_ranks[0].start]
+        for of_ranks in rounds
+        for share in of_ranks
+    )
+    assert padding_share(lengths, rounds) == pytest.approx(1 - sum(lengths) / positions)
+
+
+def test_short_rows_share_a_micro_batch_and_long_ones_do_not():
+    assert cut_rounds([10, 10, 10, 10, 100, 100, 100], 1, 4, 200) == [[range(4)], [range(4, 6)], [range(6, 7)]]
+    assert cut_rounds([300, 300], 1, 4, 200) == [[range(1)], [range(1, 2)]]
+    assert cut_rounds([10] * 9, 2, 4, 1000)[-1] == [range(8, 8), range(8, 9)]
 
 
 def test_position_beyond_the_data_is_refused():

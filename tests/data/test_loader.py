@@ -1,12 +1,16 @@
+import json
 import threading
 import time
 from itertools import islice
 
+import numpy as np
 import pytest
 
-from fluxray.config.schema import BatchConfig
+from fluxray.config.schema import BatchConfig, DataConfig
 from fluxray.data.batching import collate_text
 from fluxray.data.loader import PREFETCHED_STEPS, Loader, prefetch
+from fluxray.data.sources import Topics
+from fluxray.data.text import prepare_text
 from fluxray.errors import DataError
 from fluxray.protocols import IGNORE_INDEX, RunState, Schedule
 
@@ -32,8 +36,8 @@ def rows(make_rows):
     return make_rows([9] * 20, max_slice=8, packed=False)  # a document a row
 
 
-def loader(rows, num_ranks=1, rank=0, micro=2, accumulation=3):
-    return Loader(rows, prepare, BatchConfig(micro_size=micro, accumulation_steps=accumulation), rank, num_ranks)
+def loader(rows, num_ranks=1, rank=0, micro=2, accumulation=3, **keys):
+    return Loader(rows, prepare, BatchConfig(micro_size=micro, accumulation_steps=accumulation), rank, num_ranks, **keys)
 
 
 def steps(source, state, count) -> list:
@@ -48,7 +52,7 @@ def keys(taken):
 
 
 def test_batches_are_keyed_by_step_and_samples(rows):
-    for step, (batches, _, _) in enumerate(steps(loader(rows), STATE, 3)):
+    for step, (batches, *_) in enumerate(steps(loader(rows), STATE, 3)):
         assert len(batches) == 3
         for batch in batches:
             assert batch.key.seed == 3 and batch.key.step == step
@@ -57,7 +61,7 @@ def test_batches_are_keyed_by_step_and_samples(rows):
 
 def test_resume_continues_where_the_consumed_batches_ended(rows):
     whole = steps(loader(rows), STATE, 8)
-    _, epoch, position = whole[3]
+    _, epoch, position, _ = whole[3]
     resumed = RunState(STATE.seed, STATE.schedule, step=4, epoch=epoch, position=position)
     rest = steps(loader(rows), resumed, 4)
     assert [step[1:] for step in rest] == [step[1:] for step in whole[4:]]
@@ -132,6 +136,44 @@ def test_prefetch_ends_with_its_items():
 def test_training_without_rows_is_refused():
     with pytest.raises(DataError, match=r"data\.source: has no row"):
         loader([]).train_batches(STATE)
+
+
+@pytest.fixture(scope="module")
+def paragraphs(tmp_path_factory):
+    """The paragraphs of English help texts, a document each, as rows of one document."""
+    folder = tmp_path_factory.mktemp("paragraphs")
+    texts = [part for text in Topics().documents() for part in text.split("\n\n") if part.strip()]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = DataConfig(source=f"path:{folder / 'text.jsonl'}", packing=False)
+    return prepare_text(config, folder, None, 400).train
+
+
+def test_grouping_leaves_little_padding_in_real_text(paragraphs):
+    shares = {}
+    for grouped in (False, True):
+        taken = steps(loader(paragraphs, micro=8, accumulation=4, grouped=grouped), STATE, len(paragraphs) // 32)
+        batches = [batch for step in taken for batch in step.batches]
+        num_real = sum(len(paragraphs[sample.index].input_ids) for batch in batches for sample in batch.key.samples)
+        shares[grouped] = 1 - num_real / sum(batch.num_tokens for batch in batches)
+        per_step = [step.metrics["batch/padding_share"] for step in taken]
+        sizes = [sum(batch.num_tokens for batch in step.batches) for step in taken]
+        assert shares[grouped] == pytest.approx(np.average(per_step, weights=sizes))
+    assert shares[True] < 0.05 < 0.5 < shares[False]
+
+
+def test_grouping_draws_each_row_once_and_resumes_on_any_number_of_ranks(paragraphs):
+    def drawn(num_ranks, count, state=STATE):
+        ranks = [steps(loader(paragraphs, num_ranks, r, 8, 8 // num_ranks, grouped=True), state, count) for r in range(num_ranks)]
+        assert len({step.position for rank in ranks for step in rank[-1:]}) == 1
+        assert len({tuple(step.metrics["batch/padding_share"] for step in rank) for rank in ranks}) == 1
+        return [sample for rank in ranks for step in rank for batch in step.batches for sample in batch.key.samples], ranks[0]
+
+    num_steps = len(paragraphs) // 64
+    whole, taken = drawn(1, num_steps)
+    assert len(set(whole)) == len(whole) == 64 * num_steps
+    middle = RunState(STATE.seed, STATE.schedule, step=7, epoch=taken[6].epoch, position=taken[6].position)
+    rest, _ = drawn(2, num_steps - 7, middle)
+    assert sorted(rest) == sorted(whole[64 * 7 :])
 
 
 @pytest.mark.parametrize(("num_ranks", "micro", "max_rows"), [(1, 3, 100), (4, 2, 100), (3, 4, 7), (8, 3, 5)])
