@@ -123,7 +123,8 @@ def measure(row: str, num_steps: int, cap_gb: float, extra: list[str]) -> dict[s
     import torch
 
     from fluxray.data.loader import Loader
-    from fluxray.models.causal_lm import build_causal_lm
+    from fluxray.models.causal_lm import build_causal_lm, library_config
+    from fluxray.runtime.attention import choose_kernel
     from fluxray.runtime.engines import build_stream_engine
     from fluxray.runtime.planning import model_spec, plan_run, require_fit
     from fluxray.runtime.worker import load_data
@@ -139,7 +140,8 @@ def measure(row: str, num_steps: int, cap_gb: float, extra: list[str]) -> dict[s
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
+    kernel = choose_kernel(config, library_config(config.model, data.num_tokenizer_entries), device, None)
+    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries, kernel)
     num_parameters = sum(p.numel() for p in stack.model.parameters())
     built = time.perf_counter()
     engine = build_stream_engine(config, stack, task.loss_fn, device, plan.policy)

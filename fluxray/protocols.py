@@ -70,9 +70,10 @@ class TextBatch:
     """Rows of tokens. All tensors are int64 [B, S].
 
     `document_ids` number the documents of a row from 0; positions of different documents do not see each other, and padding is a
-    document of its own. `position_ids` restart at 0 in each document. `targets` holds the next token of the same document, or
-    IGNORE_INDEX. `single_document` is known on the host: no row holds a second document (nor padding), so the mask is plain
-    causal.
+    document of its own, the last. `position_ids` restart at 0 in each document. `targets` holds the next token of the same
+    document, or IGNORE_INDEX. Two things are known on the host. `single_document`: no row holds a second document beside padding,
+    which comes behind it and has no targets, so the mask is plain causal. `num_documents`: of all rows, paddings among them; None
+    where nobody has counted.
     """
 
     input_ids: Tensor
@@ -82,6 +83,7 @@ class TextBatch:
     single_document: bool
     num_valid: int
     key: BatchKey | None = None
+    num_documents: int | None = None
 
     @property
     def num_tokens(self) -> int:

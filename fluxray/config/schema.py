@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fluxray.config.quantities import RATE, SIZE
 
+Kernel = Literal["flash", "efficient", "math", "cudnn", "flex", "varlen"]
+"""What computes attention: `fluxray/models/attention.py` describes them."""
+
 
 class Section(BaseModel):
     """A frozen group of keys."""
@@ -212,6 +215,9 @@ class TrainConfig(Section):
         description="amp-...: fp32 weights, autocast to 16 bits, for fp16 with a scaled loss; mixed-bf16: bf16 copies of them",
     )
     activation_checkpoint: Literal["none", "full"] = "none"
+    attention: Literal["auto"] | Kernel = Field(
+        default="auto", description="what computes attention; auto: the fastest kernel that the run and its GPU allow"
+    )
     compile: bool = False
     allocator: Literal["native", "expandable", "async"] = "native"
     model: ModelConfig = ModelConfig()

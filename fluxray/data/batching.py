@@ -140,9 +140,10 @@ def collate_text(rows: Sequence[TextRow], key: BatchKey | None, pad_id: int) -> 
         position_ids=_stack(rows, "position_ids", [np.arange(gap) for gap in gaps]),
         document_ids=_stack(rows, "document_ids", list(map(np.full, gaps, [last + 1 for last in last_documents]))),
         targets=_stack(rows, "targets", [np.full(gap, IGNORE_INDEX) for gap in gaps]),
-        single_document=not any(gaps) and not any(last_documents),
+        single_document=not any(last_documents),
         num_valid=int(sum(np.count_nonzero(row.targets != IGNORE_INDEX) for row in rows)),
         key=key,
+        num_documents=sum(last + 1 + (gap > 0) for last, gap in zip(last_documents, gaps, strict=True)),
     )
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fluxray.config.schema import ModelConfig
+from fluxray.config.schema import Kernel, ModelConfig
 from fluxray.errors import ConfigError, one_line
+from fluxray.models import attention
 from fluxray.models.blocks import find_block_lists, materialise
-from fluxray.models.masks import attention_masks
 from fluxray.models.values import check_values
 from fluxray.models.weights import PretrainedWeights, location
 from fluxray.protocols import Block, BlockStack, State, TextBatch
@@ -85,18 +85,25 @@ def library_config(model: ModelConfig, vocab_size: int | None = None) -> Pretrai
         raise ConfigError(f"model.config: transformers refuses it ({one_line(error)}); mend that key") from None
 
 
-def build_causal_lm(model: ModelConfig, seed: int, vocab_size: int | None = None) -> "CausalLMStack":
-    """Return the block stack of a model on the meta device; `CausalLMStack.materialise` gives its tensors memory and values."""
+def build_causal_lm(
+    model: ModelConfig, seed: int, vocab_size: int | None = None, kernel: Kernel | None = None
+) -> "CausalLMStack":
+    """Return the block stack of a model on the meta device; `CausalLMStack.materialise` gives its tensors memory and values.
+
+    `kernel` computes attention; without one it is the library's own call of torch's SDPA, which chooses for itself.
+    """
     config = library_config(model, vocab_size)
     weights = PretrainedWeights(model.weights) if model.weights is not None else None
-    return CausalLMStack(meta_model(config), seed, weights)
+    return CausalLMStack(meta_model(config, kernel), seed, weights, kernel)
 
 
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig, kernel: Kernel | None = None) -> PreTrainedModel:
     """Return the library's model, fp32, on the meta device, in training mode."""
+    attention.register()
+    own = "sdpa" if kernel is None else attention.NAME
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=own)
     except Exception as error:  # noqa: BLE001 - sizes that contradict each other show here
         raise ConfigError(f"model.config: transformers refuses it ({one_line(error)}); mend that key") from None
     return model.train()
@@ -110,12 +117,16 @@ class CausalLMBlock:
     module: nn.Module
     index: int
     kind: str
+    kernel: Kernel | None = None
 
     def __call__(self, state: State) -> State:
         """Return the state behind this layer."""
         (hidden_BSD,) = state.carry
         shared = state.shared
-        keyed = {} if state.dropout_seed is None else {"dropout_seed": derive_seed(state.dropout_seed, self.index)}
+        keyed: dict[str, Any] = {} if self.kernel is None else {"kernel": self.kernel}
+        keyed |= {name: shared[f"{name}.{self.kind}"] for name in attention.input_names(self.kernel)}
+        if state.dropout_seed is not None:
+            keyed["dropout_seed"] = derive_seed(state.dropout_seed, self.index)
         hidden_BSD = self.module(
             hidden_BSD,
             attention_mask=shared[f"mask.{self.kind}"],
@@ -129,22 +140,23 @@ class CausalLMStack(BlockStack):
     """A causal language model as prologue, blocks and epilogue (see `protocols.BlockStack`).
 
     `model` is the library's, which starts on the meta device. `weights` are published ones, or None for random initialisation by
-    the library's own rule under `seed`.
+    the library's own rule under `seed`. `kernel` computes attention (None: the library's own function).
     """
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, seed: int, weights: PretrainedWeights | None = None):
+    def __init__(self, model: PreTrainedModel, seed: int, weights: PretrainedWeights | None = None, kernel: Kernel | None = None):
         super().__init__()
         self.model = model
         self._seed = seed
         self._weights = weights
+        self._kernel: Kernel | None = kernel
         self._parts = _parts_of(model)
         self._windows = _windows(model.config)
         kinds: Sequence[str] = getattr(model.config, "layer_types", None) or ["full_attention"] * len(_layers(model))
         path = self._parts.layers_path
         self.blocks = tuple(
-            CausalLMBlock(f"{path}.{i}", layer, i, kind)
+            CausalLMBlock(f"{path}.{i}", layer, i, kind, kernel)
             for i, (layer, kind) in enumerate(zip(_layers(model), kinds, strict=True))
         )
         self.has_dropout = _has_dropout(model)
@@ -152,7 +164,7 @@ class CausalLMStack(BlockStack):
         self.dropout_modules = (*embed_dropout, *(block.module for block in self.blocks))
 
     def prologue(self, batch: TextBatch) -> State:
-        """Embed the tokens; compute rotary embeddings and masks, which all blocks share."""
+        """Embed the tokens; compute rotary embeddings and what attention reads of the batch, which all blocks share."""
         parts = self._parts
         seed = batch.key.stream("dropout") if self.has_dropout and self.training and batch.key is not None else None
         hidden_BSD = parts.embed(batch.input_ids)
@@ -160,8 +172,8 @@ class CausalLMStack(BlockStack):
             keyed = {} if seed is None else {"dropout_seed": derive_seed(seed, EMBEDDING_INDEX)}
             hidden_BSD = parts.embed_dropout(hidden_BSD, **keyed)
         cos, sin = parts.rotary(hidden_BSD, position_ids=batch.position_ids)
-        masks = attention_masks(batch.document_ids, batch.single_document, self._windows)
-        return State((hidden_BSD,), {"cos": cos, "sin": sin, **{f"mask.{kind}": m for kind, m in masks.items()}}, seed)
+        inputs = attention.attention_inputs(self._kernel, batch, self._windows)
+        return State((hidden_BSD,), {"cos": cos, "sin": sin, **inputs}, seed)
 
     def epilogue(self, state: State, batch: TextBatch, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
         """Apply the final norm and the head, then `loss_fn` to the logits [B, S, V]."""

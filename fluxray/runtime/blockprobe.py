@@ -13,8 +13,9 @@ from fluxray.engine.parallelize import prepare_stream
 from fluxray.engine.stream_compute import Computation
 from fluxray.memory.live import BlockMemory
 from fluxray.memory.spec import KindSpec, ModelSpec
-from fluxray.models.causal_lm import build_causal_lm
+from fluxray.models.causal_lm import build_causal_lm, library_config
 from fluxray.protocols import BatchKey, BlockStack, SampleId, TextBatch
+from fluxray.runtime.attention import expected_kernel
 
 WARM_UP, REPEATS = 2, 3
 SMALLEST_VOCABULARY = 512
@@ -54,7 +55,9 @@ class _Bench:
     def __init__(self, config: TrainConfig, spec: ModelSpec, index: int, num_kept: int, device: torch.device):
         self.rows = config.batch.micro_size
         self._index, self._device = index, device
-        self._stack: BlockStack = build_causal_lm(config.model, config.seed, config.data.vocab_size or SMALLEST_VOCABULARY)
+        num_entries = config.data.vocab_size or SMALLEST_VOCABULARY
+        kernel = expected_kernel(config, library_config(config.model, num_entries), device)
+        self._stack: BlockStack = build_causal_lm(config.model, config.seed, num_entries, kernel)
         prepare_stream(self._stack, config.compile, num_kept)
         self._config, self._length = config, spec.row_tokens
 
@@ -108,7 +111,8 @@ class _Bench:
         tokens = torch.randint(0, SMALLEST_VOCABULARY // 2, (rows, length), device=self._device)
         places = torch.arange(length, device=self._device).expand(rows, -1).contiguous()
         key = BatchKey(seed, 0, tuple(SampleId(0, row) for row in range(rows)))
-        return TextBatch(tokens, places, torch.zeros_like(tokens), tokens, not self._config.data.packing, rows * length, key)
+        documents, single = torch.zeros_like(tokens), not self._config.data.packing
+        return TextBatch(tokens, places, documents, tokens, single, rows * length, key, num_documents=rows)
 
 
 def _free_gradient(parameter: Tensor) -> None:

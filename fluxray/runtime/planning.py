@@ -25,9 +25,10 @@ from fluxray.memory.table import reason, table
 from fluxray.metrics import measure_matrix_tflops
 from fluxray.models import flux
 from fluxray.models.blocks import find_block_lists
-from fluxray.models.causal_lm import build_causal_lm
+from fluxray.models.causal_lm import build_causal_lm, library_config
 from fluxray.optim.states import state_format
 from fluxray.protocols import TextBatch
+from fluxray.runtime.attention import expected_kernel
 from fluxray.runtime.blockprobe import probe_blocks
 
 MAX_SUGGESTIONS = 3
@@ -101,7 +102,9 @@ def model_spec(config: TrainConfig, num_tokenizer_entries: int | None = None) ->
         nn.Module.to(model, dtype)  # diffusers' own warns
         names = [f"{path}.{index}" for path, blocks in find_block_lists(model) for index in range(len(blocks))]
         return read_spec(model, names, lambda num_rows: flux.run_transformer(model, num_rows), flux.row_tokens())
-    stack = build_causal_lm(config.model, config.seed, num_tokenizer_entries or config.data.vocab_size).to(dtype)
+    num_entries = num_tokenizer_entries or config.data.vocab_size
+    kernel = expected_kernel(config, library_config(config.model, num_entries))
+    stack = build_causal_lm(config.model, config.seed, num_entries, kernel).to(dtype)
     length = config.data.max_slice
 
     def forward(num_rows: int) -> Tensor:

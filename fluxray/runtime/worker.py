@@ -26,6 +26,7 @@ from fluxray.optim.schedule import build_schedule
 from fluxray.protocols import IGNORE_INDEX, Engine, RunState, RunSummary, SavedCheckpoint, TextBatch
 from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirror
+from fluxray.runtime.attention import choose_kernel, expected_kernel
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.engines import build_engine
 from fluxray.runtime.mirroring import Uploads
@@ -49,6 +50,7 @@ def preflight(config: TrainConfig, cache_dir: Path) -> None:
         raise ConfigError(
             f"data.max_slice: {config.data.max_slice} is over the model's max_position_embeddings {longest}; lower it"
         )
+    expected_kernel(config, model_config)
     check_stack(model_config)
 
 
@@ -143,7 +145,9 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     ranks = _host_ranks(config, context.num_ranks)
     data = ranks.together(lambda: load_data(config, context.cache_dir))
     task = LmTask(data.pad_id, config.compile)
-    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries)
+    model_config = library_config(config.model, data.num_tokenizer_entries)
+    kernel = choose_kernel(config, model_config, device, context.notify if context.rank == 0 else None)
+    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries, kernel)
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
     plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify, context.run_dir)
     engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, plan.policy if plan else None)
@@ -168,7 +172,7 @@ def _host_ranks(config: TrainConfig, num_ranks: int) -> Ranks:
 def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
     """Set what is global to the process and return the worker's device."""
     torch.use_deterministic_algorithms(config.deterministic)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has crashed on block inputs that flash accepts
+    torch.backends.cuda.enable_cudnn_sdp(False)  # never torch's own choice: its backward has crashed on inputs that flash accepts
     if config.resources.gpu == 0:
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -175,12 +175,17 @@ def test_collation_pads_with_a_document_of_its_own():
 
 @pytest.mark.parametrize(
     ("rows", "single"),
-    [([row(4), row(4)], True), ([row(4), row(3)], False), ([row(2, 2), row(4)], False), ([row(1)], True)],
+    [([row(4), row(4)], True), ([row(4), row(3)], True), ([row(2, 2), row(4)], False), ([row(1)], True)],
 )
-def test_single_document_means_neither_second_document_nor_padding(rows, single):
+def test_single_document_means_no_second_one_beside_padding(rows, single):
     batch = collate_text(rows, None, pad_id=0)
     assert batch.single_document is single
-    assert single == (not batch.document_ids.any())
+    assert single == all(not any(r.document_ids) for r in rows)
+
+
+def test_documents_are_counted_over_all_rows_with_their_paddings():
+    batch = collate_text([row(4), row(2, 1), row(1, 1, 1)], None, pad_id=0)
+    assert batch.num_documents == 1 + 3 + 4 == sum(len(ids.unique()) for ids in batch.document_ids)
 
 
 def test_zero_weight_row_counts_nothing():

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from fluxray.config.schema import ModelConfig, OptimConfig
+from fluxray.config.schema import Kernel, ModelConfig, OptimConfig
 from fluxray.engine.clip import Clip, ClipMode
 from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
@@ -45,7 +45,10 @@ def model_config(family: str, **keys: Any) -> ModelConfig:
 
 @dataclass(frozen=True)
 class EngineCase:
-    """What an engine is built from; `max_norm` far above any norm means that nothing is clipped."""
+    """What an engine is built from; `max_norm` far above any norm means that nothing is clipped.
+
+    `kernel` computes attention; None is the library's own function, which the plain loop always uses.
+    """
 
     model: ModelConfig
     techniques: Techniques = field(default_factory=lambda: Techniques("fp32"))
@@ -53,11 +56,12 @@ class EngineCase:
     clip: ClipMode = "exact"
     optim: OptimConfig = OPTIM
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    kernel: Kernel | None = None
 
 
 def build_stack(case: EngineCase) -> CausalLMStack:
     """Return the stack that every engine of the case starts from, on the meta device."""
-    return build_causal_lm(case.model, SEED)
+    return build_causal_lm(case.model, SEED, kernel=case.kernel)
 
 
 def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None) -> ShardedEngine:
@@ -135,7 +139,7 @@ def section(engine: Engine, name: str) -> dict[str, torch.Tensor]:
 
 def plain_trace(case: EngineCase, num_steps: int = 5) -> Trace:
     """Train the library's own model on the whole batch by a plain loop: the reference of every engine."""
-    stack = build_stack(case)
+    stack = build_causal_lm(case.model, SEED)
     for block in (*stack.blocks, None):
         stack.materialise(torch.device("cpu"), block)
     model = stack.model

@@ -4,12 +4,14 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray import checkpoint
+from fluxray.config.schema import Kernel
 from fluxray.engine.clip import ClipMode, clip_units
 from fluxray.engine.parallelize import Techniques
 from fluxray.errors import CheckpointError
@@ -34,6 +36,7 @@ from tests.engine.helpers import (
     train,
 )
 from tests.engine.stream_helpers import stream_engine
+from tests.models.helpers import stand_in_for_varlen
 
 ENGINES: dict[str, EngineFactory] = {
     "resident": sharded_engine,
@@ -60,6 +63,18 @@ NEOX = EngineCase(model_config("gpt_neox"))
 
 def test_equals_a_plain_loop_over_the_librarys_model(build: EngineFactory, case: EngineCase) -> None:
     expect_close(train(build(case)), plain_trace(case))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math", "varlen"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_any_attention_kernel_trains_alike(
+    build: EngineFactory, kernel: Kernel, recompute: Literal["none", "full"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = stand_in_for_varlen(monkeypatch)
+    techniques = Techniques("fp32", activation_checkpoint=recompute)
+    case = EngineCase(model_config("llama"), techniques, kernel=kernel)
+    expect_close(train(build(case)), plain_trace(case))
+    assert bool(calls) == (kernel == "varlen")
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4, 8])

@@ -48,6 +48,18 @@ def test_parameters_and_flops_are_the_models(case):
     assert {block.carry_bytes for block in spec.blocks} == {4 * 16 * hidden}
 
 
+@pytest.mark.parametrize("kernel", ["varlen", "flex"])
+def test_without_a_mask_no_byte_grows_with_the_square_of_the_length(kernel):
+    words = ("data.packing=true", "precision=mixed-bf16")
+    plain = spec_of("lm-tiny", *words, "attention=math", "data.max_slice=512")
+    short, found = (spec_of("lm-tiny", *words, f"attention={kernel}", f"data.max_slice={n}") for n in (256, 512))
+    assert plain.shared_bytes - found.shared_bytes > 0.9 * 512 * 512  # a bool mask [1, 1, S, S] a row
+    assert found.shared_bytes <= 2.1 * short.shared_bytes
+    (kind,), (masked,) = found.kinds.values(), plain.kinds.values()
+    assert masked.kept(8) - kind.kept(8) == 8 * 2 * 512 * 512  # and what the kernel makes of it
+    assert kind.forward_flops == masked.forward_flops
+
+
 def test_a_tied_parameter_counts_once():
     _, _, tied = read("llama", tie_word_embeddings=True)
     _, _, untied = read("llama", tie_word_embeddings=False)

@@ -1,13 +1,18 @@
 """Tiny models of every family, and batches of documents of stated lengths."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from fluxray.config.schema import ModelConfig
 from fluxray.data.batching import collate_text
 from fluxray.data.rows import TextRow
+from fluxray.models import attention
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
 from fluxray.protocols import IGNORE_INDEX, TextBatch
 
@@ -76,6 +81,39 @@ def batch_of(*rows: tuple[int, ...], seed: int = 0) -> TextBatch:
 def logits_of(stack: CausalLMStack, batch: TextBatch) -> torch.Tensor:
     """Return the stack's logits [B, S, V]."""
     return stack(batch, lambda output, _: output)
+
+
+def stand_in_for_varlen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Let plain attention, document by document, stand for the kernel that GPUs alone have; return the places it was given."""
+    calls: list[tuple[int, ...]] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, bounds_k: Tensor, longest: int, *rest: Any, **options: Any):
+        assert torch.equal(bounds, bounds_k) and bounds.dtype == torch.int32 and rest[1:] == (0.0, True, False)
+        places = tuple(bounds.tolist())
+        calls.append(places)
+        left = options["window_size_left"]
+        window = None if left is None else left + 1
+        parts = []
+        for begin, end in pairwise(places):
+            if begin < end:
+                assert end - begin <= longest
+                distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+                mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+                q_HSD, k_HSD, v_HSD = (tensor[begin:end].transpose(0, 1) for tensor in (q, k, v))
+                found = F.scaled_dot_product_attention(
+                    q_HSD[None], k_HSD[None], v_HSD[None], mask, scale=options["scale"], enable_gqa=True
+                )
+                parts.append(found[0].transpose(0, 1))
+        return (torch.cat(parts),)
+
+    class Operators:
+        _flash_attention_forward = staticmethod(kernel)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.ops.aten, name)
+
+    monkeypatch.setattr(attention, "_aten", Operators())
+    return calls
 
 
 def _row(lengths: tuple[int, ...], random: np.random.Generator) -> TextRow:

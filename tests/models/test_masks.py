@@ -2,8 +2,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from fluxray.models.masks import attention_masks, document_mask
+from fluxray.models.masks import FLEX_TABLES, attention_masks, document_bounds, document_mask, flex_tables
 from fluxray.protocols import TextBatch
 from tests.models.helpers import batch_of, build
 
@@ -64,3 +65,33 @@ def test_every_position_sees_itself() -> None:
     batch = batch_of((1, 1, 3), (5,), (2,))
     for window in (None, 1, 3):
         assert document_mask(batch.document_ids, window).diagonal(dim1=-2, dim2=-1).all()
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 200, 384, 700])
+@pytest.mark.parametrize("window", [None, 1, 5, 130, 300])
+def test_tables_are_those_that_torch_makes_from_the_whole_mask(length: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(length)
+    document_ids = (torch.rand(3, length, generator=generator) < 0.01).long().cumsum(1)
+    document_ids[0] = 0
+
+    def visible(row, _, at, of):
+        same = (at >= of) & (document_ids[row, at] == document_ids[row, of])
+        return same if window is None else same & (at - of < window)
+
+    expected = create_block_mask(visible, 3, None, length, length, device="cpu")
+    for name, table in flex_tables(document_ids, window).items():
+        assert torch.equal(table, getattr(expected, name)), name
+    assert tuple(flex_tables(document_ids, window)) == FLEX_TABLES
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_bounds_are_where_documents_begin_then_the_end_again_and_again(rows: str) -> None:
+    batch = batch_of(*ROWS[rows])
+    lengths = [int((row == document).sum()) for row in batch.document_ids for document in row.unique()]
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    assert batch.num_documents == len(lengths)
+    counted, uncounted = document_bounds(batch.document_ids, len(lengths)), document_bounds(batch.document_ids)
+    room = 1 << (len(lengths) - 1).bit_length()
+    for bounds, count in ((counted, room), (uncounted, batch.num_tokens)):
+        assert bounds.dtype == torch.int32
+        assert bounds.tolist() == starts + [batch.num_tokens] * (count + 1 - len(starts))

@@ -139,3 +139,11 @@ def test_a_block_computes_as_in_training_and_is_timed(dropout):
     rate, spec = probe_blocks(config, planning.model_spec(config), torch.device("cpu"))
     assert 1e8 < rate < 1e13
     assert spec == planning.model_spec(config)  # bytes are measured on a GPU only
+
+
+def test_a_kernel_that_cannot_serve_the_run_is_refused(capsys):
+    assert run("plan", "--profile", "a6000", "--model", "lm-tiny", "attention=cudnn") == 2
+    assert capsys.readouterr().err == (
+        "fluxray: error: attention: 'cudnn'; it takes no mask, and rows hold several documents; set data.packing=false, or "
+        "attention=varlen or flex\n"
+    )
