@@ -177,12 +177,15 @@ class BlockStack(nn.Module, ABC):
         """
         return [(state, batch)]
 
-    def forward(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
-        """Compose prologue, blocks and epilogue."""
-        state = self.prologue(batch)
+    def run_blocks(self, state: State) -> State:
+        """Return the state behind the last block."""
         for block in self.blocks:
             state = block(state)
-        return self.epilogue(state, batch, loss_fn)
+        return state
+
+    def forward(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
+        """Compose prologue, blocks and epilogue."""
+        return self.epilogue(self.run_blocks(self.prologue(batch)), batch, loss_fn)
 
 
 class Task(Protocol):
@@ -265,6 +268,10 @@ class Engine(Protocol):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the model's output for `batch`, without dropout or gradients."""
+        ...
+
+    def read_waits(self) -> tuple[float, float]:
+        """Return for how many seconds since the last reading the device has waited for fetches, and fetches for write-backs."""
         ...
 
     def flush(self) -> None:

@@ -36,6 +36,7 @@ def check_consistent(config: TrainConfig) -> None:
             f"wants one for each; set resources.gpu=1, or resources.num_workers=1 and "
             f"batch.accumulation_steps={batch.accumulation_steps * workers}"
         )
+    _check_checkpointing(config)
     _check_stream(config)
     if config.storage is not None and not config.storage.startswith("/"):
         raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
@@ -50,6 +51,21 @@ def _check_rows(config: TrainConfig) -> None:
             f"data.length_grouping: true, but packed rows all have data.max_slice {data.max_slice} tokens; "
             f"set data.packing=false, or drop it"
         )
+
+
+def _check_checkpointing(config: TrainConfig) -> None:
+    kind = config.activation_checkpoint
+    wanted = {
+        "activation_checkpoint_every": ("every_n", config.activation_checkpoint_every, "2"),
+        "activation_checkpoint_budget": ("selective", config.activation_checkpoint_budget, "4GB"),
+    }
+    for key, (owner, value, example) in wanted.items():
+        if kind == owner and value is None:
+            raise ConfigError(f"activation_checkpoint: {kind!r} wants {key}; set it, such as {key}={example}")
+        if kind != owner and value is not None:
+            raise ConfigError(
+                f"{key}: {value} has no effect with activation_checkpoint {kind}; drop it or set activation_checkpoint={owner}"
+            )
 
 
 def _check_stream(config: TrainConfig) -> None:
@@ -72,6 +88,11 @@ def _check_stream(config: TrainConfig) -> None:
         raise ConfigError(
             "optim.kind: 'paged_adam8bit' lets states go to the host, where engine.kind stream keeps them anyway; set "
             "optim.kind=adam8bit"
+        )
+    if config.activation_checkpoint in ("sqrt", "every_n"):
+        raise ConfigError(
+            f"activation_checkpoint: {config.activation_checkpoint!r} joins blocks or spares some, but engine.kind stream runs "
+            f"them one by one; set activation_checkpoint=full, and engine.kept_blocks for those that keep their activations"
         )
 
 

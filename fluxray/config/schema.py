@@ -12,6 +12,7 @@ from fluxray.config.quantities import RATE, SIZE
 
 Kernel = Literal["flash", "efficient", "math", "cudnn", "flex", "varlen"]
 """What computes attention: `fluxray/models/attention.py` describes them."""
+CheckpointKind = Literal["none", "full", "sqrt", "every_n", "selective", "offload"]
 
 
 class Section(BaseModel):
@@ -214,7 +215,15 @@ class TrainConfig(Section):
         default="fp32",
         description="amp-...: fp32 weights, autocast to 16 bits, for fp16 with a scaled loss; mixed-bf16: bf16 copies of them",
     )
-    activation_checkpoint: Literal["none", "full"] = "none"
+    activation_checkpoint: CheckpointKind = Field(
+        default="none", description="which activations are computed again in backward, or wait on the host, instead of being kept"
+    )
+    activation_checkpoint_every: int | None = Field(
+        default=None, ge=2, description="every_n: the n; one block of so many keeps only its input, the others everything"
+    )
+    activation_checkpoint_budget: Annotated[int | None, SIZE] = Field(
+        default=None, gt=0, description="selective: bytes a rank that results may take which are dear to compute again"
+    )
     attention: Literal["auto"] | Kernel = Field(
         default="auto", description="what computes attention; auto: the fastest kernel that the run and its GPU allow"
     )

@@ -1,18 +1,22 @@
 """Everything that is done to a model before it is trained, in the order in which it is done."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fluxray.engine.activation_checkpoint import apply_activation_checkpoint, checkpoint_blocks
+from fluxray.config.schema import CheckpointKind
+from fluxray.engine.activation_checkpoint import checkpoint_blocks, checkpoint_segments
 from fluxray.engine.dropout import apply_dropout_keys
 from fluxray.engine.forward import wrap_forward
 from fluxray.engine.masters import Masters
+from fluxray.engine.offload import Offload, offload_inputs
 from fluxray.engine.precision import Precision
+from fluxray.engine.stream_transfers import Transfers, transfers_of
+from fluxray.memory.operations import Operation
 from fluxray.protocols import BlockStack
 
 
@@ -27,24 +31,41 @@ class Techniques:
     fp32.
       Buffers that the library computes itself, the rotary frequencies, stay in fp32: in bf16 a position of 2,048 would be off
       by radians.
+
+    `checkpoint_every` is the n of `every_n`; `kept_operations` are of each block those whose results `selective` keeps.
     """
 
     precision: Precision
     compile: bool = False
-    activation_checkpoint: Literal["none", "full"] = "none"
+    activation_checkpoint: CheckpointKind = "none"
+    checkpoint_every: int = 2
+    kept_operations: Sequence[Collection[Operation]] = ()
     reshard_after_forward: bool = True
 
 
-def parallelize(stack: BlockStack, techniques: Techniques, device: torch.device, mesh: DeviceMesh | None) -> Masters:
+def parallelize(
+    stack: BlockStack,
+    techniques: Techniques,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    transfers: Transfers | None = None,
+) -> Masters:
     """Prepare a meta-device stack for training on `device`, sharded over `mesh` if there is one; return what the optimizer steps.
 
+    `transfers` copy what waits on the host, if anything does.
     Tensors get memory block by block, and a block is sharded before the next one is allocated, so a rank never holds more than
     its shards and one whole block.
     """
+    inside = techniques.compile and not stack.has_dropout  # see prepare_stream
+    if inside:
+        apply_activation_checkpoint(stack, techniques)
     if techniques.compile:
         apply_compile(stack)
     apply_dropout_keys(stack)
-    apply_activation_checkpoint(stack, techniques.activation_checkpoint)
+    if not inside:
+        apply_activation_checkpoint(stack, techniques)
+    if techniques.activation_checkpoint == "offload":
+        offload_inputs(stack, Offload(transfers or transfers_of(device), device))
     if mesh is None:
         return apply_resident(stack, techniques, device)
     return apply_fsdp(stack, techniques, device, mesh)
@@ -66,6 +87,22 @@ def prepare_stream(stack: BlockStack, compiles: bool, kept_blocks: int = 0) -> N
     apply_dropout_keys(stack)
     if not inside:
         checkpoint_blocks(again)
+
+
+def apply_activation_checkpoint(stack: BlockStack, techniques: Techniques) -> None:
+    """Say which activations are kept (see `engine/activation_checkpoint.py`)."""
+    match techniques.activation_checkpoint:
+        case "none":
+            pass
+        case "full" | "offload":
+            checkpoint_blocks(stack.blocks)
+        case "sqrt":
+            checkpoint_segments(stack)
+        case "every_n":
+            checkpoint_blocks(stack.blocks[:: techniques.checkpoint_every])
+        case "selective":
+            assert not (techniques.compile and stack.has_dropout), "compiled code hides operations: check_techniques"
+            checkpoint_blocks(stack.blocks, techniques.kept_operations)
 
 
 def apply_compile(stack: BlockStack) -> None:

@@ -15,6 +15,7 @@ from fluxray.engine.parallelize import fsdp_modules
 from fluxray.engine.precision import Precision, autocast
 from fluxray.engine.scaler import LossScaler
 from fluxray.engine.state import check_same_model
+from fluxray.engine.stream_transfers import transfers_of
 from fluxray.optim.rows import Rows
 from fluxray.optim.sharded import ShardedOptimizer
 from fluxray.protocols import Batch, BlockStack, LossFn, LossOutput, StateItem, StateReader, StepOutput
@@ -79,6 +80,12 @@ class ShardedEngine:
     def flush(self) -> None:
         """Nothing is ever pending here."""
 
+    def read_waits(self) -> tuple[float, float]:
+        """Return for how many seconds the device has waited for what comes and goes, and fetches for write-backs, since the last
+        reading. The device must have finished.
+        """
+        return self._runtime.transfers.read_waits()
+
     def state_items(self) -> Iterator[StateItem]:
         """Yield this rank's rows of weights and moments, each parameter's step count, and what clipping and scaling remember."""
         for name, parameter in self._masters.named.items():
@@ -113,13 +120,14 @@ class ShardedEngine:
 
 
 class Runtime:
-    """Where an engine runs: device, cast policy and the group of ranks (`mesh`; None for one rank)."""
+    """Where an engine runs: device and the lanes to it, cast policy, the group of ranks (`mesh`; None for one rank)."""
 
     def __init__(self, device: torch.device, precision: Precision, mesh: DeviceMesh | None):
         self.device = device
         self.precision: Precision = precision
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.num_ranks = 1 if mesh is None else mesh.size()
+        self.transfers = transfers_of(device)
         self._group = None if mesh is None else mesh.get_group()
 
     def autocast(self) -> torch.autocast:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fluxray.config.schema import CheckpointKind
+from fluxray.memory.checkpointing import IN_FLIGHT, kept_by_sharded, kept_operations, segments
+from fluxray.memory.operations import Operation
 from fluxray.memory.spec import ModelSpec
 
 GIB = 2**30
@@ -52,8 +55,9 @@ class Demand:
     """What a run asks for, in plain values.
 
     A step is `num_micro_batches` of `micro_rows` rows on each of `num_ranks`. `itemsize` are the bytes of a number that the
-    model computes with. `hold_gradients`: clipping needs the whole norm before any block steps. `checkpoint_blocks`: backward
-    computes a block's activations again, `partly_again`: only what it needs of them. `resident_indices(n)` are the blocks that
+    model computes with. `hold_gradients`: clipping needs the whole norm before any block steps. `activation_checkpoint`: which
+    activations backward computes again, with `checkpoint_every` (blocks) and `checkpoint_budget` (bytes) of the kinds that have
+    them; `partly_again`: only what it needs of a block. `resident_indices(n)` are the blocks that
     the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
     weights to compute with. `paged_states`: optimizer states may leave the device for the host.
     """
@@ -68,7 +72,9 @@ class Demand:
     num_ranks: int = 1
     on_gpu: bool = True
     hold_gradients: bool = False
-    checkpoint_blocks: bool = True
+    activation_checkpoint: CheckpointKind = "full"
+    checkpoint_every: int = 2
+    checkpoint_budget: int = 0
     partly_again: bool = False
     whole_copies: bool = False
     paged_states: bool = False
@@ -94,13 +100,17 @@ class Demand:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is decided for a run. `kept_blocks` before the last keep their activations instead of computing them again."""
+    """What is decided for a run. `kept_blocks` before the last keep their activations instead of computing them again.
+
+    `kept_operations` are of each block those whose results `selective` keeps.
+    """
 
     weight_slots: int = 3
     state_slots: int = 3
     resident_blocks: int = 0
     kept_blocks: int = 0
     epilogue_tokens: int = FULL_CHUNK
+    kept_operations: tuple[tuple[Operation, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,10 +131,14 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     resident = set(demand.resident_indices(policy.resident_blocks) if policy.resident_blocks else ())
     streamed = [unit for index, unit in enumerate(demand.blocks) if index not in resident]
     staying = [demand.outside, *(demand.blocks[index] for index in resident)]
-    carries = sum(block.carry_bytes for block in demand.spec.blocks) + demand.spec.blocks[-1].carry_bytes
+    inputs = [block.carry_bytes for block in demand.spec.blocks]
+    carries, waiting = sum(inputs) + inputs[-1], 0
+    if demand.activation_checkpoint == "offload":
+        carries, waiting = (IN_FLIGHT + 1) * max(inputs), sum(inputs[:-1])
     last = len(demand.blocks) - 1
     kinds = [demand.spec.kinds[block.kind] for block in demand.spec.blocks[last - policy.kept_blocks : last]]
     kept = demand.num_micro_batches * sum(kind.kept(demand.micro_rows) for kind in kinds)
+    kept += demand.rank_rows * kept_operations(demand, policy)
     held_back = demand.itemsize if demand.hold_gradients else 0
     largest_outside = max((p.numel for p in demand.spec.outside if p.trained), default=0)
     device = {
@@ -145,6 +159,7 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     }
     host = {
         "blocks": sum(unit.total + held_back * unit.num_gradients for unit in streamed),
+        "waiting inputs": demand.rank_rows * waiting,
         "checkpoint": max(unit.total for unit in demand.blocks) if demand.asynchronous_saves else 0,
         "process": PROCESS_BYTES,
     }
@@ -158,24 +173,29 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     num_gradients = sum(unit.num_gradients for unit in units)
     largest = max(unit.num_gradients for unit in demand.blocks)
     copies = demand.itemsize * num_gradients if demand.whole_copies else 0
-    # a block's gathered weights and those of the next, its gradient before and after reduction; what is outside stays gathered
-    gathered = 0 if ranks == 1 else 2 * largest * (demand.itemsize + 4) + demand.itemsize * demand.outside.num_gradients
-    kept = [demand.spec.kinds[block.kind].kept(demand.micro_rows) for block in demand.spec.blocks]
-    carries = demand.micro_rows * sum(block.carry_bytes for block in demand.spec.blocks)
+    # a block's gathered weights and those of the next, its gradient before and after reduction; what is outside stays gathered,
+    # and so do the blocks of a segment that is computed again
+    at_once = max(2, len(segments(len(demand.blocks))[-1])) if demand.activation_checkpoint == "sqrt" else 2
+    gathered = largest * (at_once * demand.itemsize + 2 * 4) + demand.itemsize * demand.outside.num_gradients
+    kept = kept_by_sharded(demand, policy)
     device = {
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
         "weights": masters // ranks + copies,
         "optimizer": states // ranks if not demand.paged_states else max(unit.states for unit in units) // ranks,
         "gradients": 4 * num_gradients // ranks,
-        "gathered blocks": gathered,
-        "kept inputs": (carries if demand.checkpoint_blocks else 0) + demand.micro_rows * demand.spec.shared_bytes,
-        "activations": _largest_block(demand) + (0 if demand.checkpoint_blocks else sum(kept) - max(kept)),
+        "gathered blocks": 0 if ranks == 1 else gathered,
+        "kept inputs": kept.inputs + demand.micro_rows * demand.spec.shared_bytes,
+        "activations": kept.activations,
         "logits": _logits(demand, policy.epilogue_tokens),
     }
     saved = sum(unit.total for unit in units)
     # fp32 weights and moments of all ranks; a page-locked copy, which is used again, lets training go on during a save
-    host = {"checkpoint": saved if demand.asynchronous_saves else 0, "process": PROCESS_BYTES * ranks}
+    host = {
+        "waiting inputs": kept.host * ranks,
+        "checkpoint": saved if demand.asynchronous_saves else 0,
+        "process": PROCESS_BYTES * ranks,
+    }
     if demand.paged_states:
         host["paged states"] = states
     return Estimate(_with_validation(device, demand, 1, demand.micro_tokens), host, _disk(demand))

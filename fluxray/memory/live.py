@@ -29,7 +29,7 @@ def measure_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     Attention counts as a fused kernel. A compiled block holds less.
     """
-    args, kwargs = cast(tuple[tuple[Any, ...], dict[str, Any]], tree_map(_as_input, (args, kwargs)))
+    args, kwargs = cast(tuple[tuple[Any, ...], dict[str, Any]], tree_map(as_input, (args, kwargs)))
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     trained = [p for p in module.parameters() if p.requires_grad]
     hooks: list[Any] = [cast(Any, p).register_post_accumulate_grad_hook(_free_gradient) for p in trained]
@@ -51,7 +51,7 @@ def flops_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     That are the operations behind which some tensor lies that autograd saves. A compiler leaves the others out, such as the last
     matrix product of a block, whose output only the next block reads.
     """
-    args, kwargs = cast(tuple[tuple[Any, ...], dict[str, Any]], tree_map(_as_input, (args, kwargs)))
+    args, kwargs = cast(tuple[tuple[Any, ...], dict[str, Any]], tree_map(as_input, (args, kwargs)))
     saved: set[int] = set()
 
     def note(tensor: Tensor) -> Tensor:
@@ -176,7 +176,8 @@ def _new_heads(like: Tensor, width: int) -> Tensor:
     return like.new_empty((*batch, length, heads, width)).transpose(-3, -2)
 
 
-def _as_input(leaf: Any) -> Any:
+def as_input(leaf: Any) -> Any:
+    """Return a tensor cut off from what made it, with a gradient if it can have one; anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.is_floating_point())

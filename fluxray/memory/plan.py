@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fluxray.memory.checkpointing import choose
 from fluxray.memory.estimate import FULL_CHUNK, Demand, Estimate, Policy, estimate
 from fluxray.memory.speed import Hardware, Speed, predict
 
@@ -116,6 +117,7 @@ def plan(demand: Demand, hardware: Hardware, wanted: Wanted) -> MemoryPlan:
 
 
 def _planned(demand: Demand, policy: Policy, hardware: Hardware) -> MemoryPlan:
+    policy = replace(policy, kept_operations=choose(demand, policy.kept_blocks))
     return MemoryPlan(demand, policy, hardware, estimate(demand, policy), predict(demand, policy, hardware))
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fluxray.memory.live import BlockMemory, flops_again, measure_block
+from fluxray.memory.operations import OperationCost, read_operations
 
 NUM_ROWS = (1, 2, 4, 16)
 """Micro-batches of as many rows are measured; what lies between and beyond is on the lines through them."""
@@ -54,12 +55,14 @@ class BlockSpec:
 class KindSpec:
     """What a kind of block costs: FLOPs of the forward of one row, and bytes by the number of rows.
 
-    `again_flops` are those of the forward that backward needs once more where only the block's input is kept.
+    `again_flops` are those of the forward that backward needs once more where only the block's input is kept, and `operations`
+    what makes most of them up.
     """
 
     forward_flops: int
     again_flops: int
     memory: Mapping[int, BlockMemory]
+    operations: tuple[OperationCost, ...] = ()
 
     def kept(self, num_rows: int) -> int:
         """Return the bytes that autograd keeps of `num_rows` rows between forward and backward."""
@@ -126,7 +129,8 @@ def read_spec(model: nn.Module, blocks: Sequence[str], forward: Callable[[int], 
         if kind not in costs:
             stretched = {num_rows: _stretch(calls[index], doubled[index], num_rows) for num_rows in NUM_ROWS}
             memory = {num_rows: measure_block(module, *call) for num_rows, call in stretched.items()}
-            costs[kind] = KindSpec(_forward_flops(module, calls[index]), flops_again(module, *calls[index]), memory)
+            one, again = calls[index], flops_again(module, *calls[index])
+            costs[kind] = KindSpec(_forward_flops(module, one), again, memory, read_operations(module, *one))
     shared = _shared(calls)
     carries = [_num_bytes([t for t in call.tensors() if id(t) not in shared]) for call in calls]
     inside = tuple(f"{name}." for name in blocks)

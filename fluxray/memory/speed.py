@@ -3,7 +3,8 @@
 Per block and pass the larger counts: computing, or the copies beside it, each way by itself. A streamed block's weights come in
 for the forward; for the backward its weights, unless they still lie in a slot, and its states, and both go back. Backward
 computes the block again (Chen et al., arXiv:1604.06174), compiled only what it needs of it, and differentiates it, which are two
-forwards more; those alone where activations are kept, as they are of the last block.
+forwards more; those alone where activations are kept, as they are of the last block. Inputs of blocks that wait on the host go
+there in the forward and come back in the backward.
 Beside the arithmetic, the step reads and writes weights and states, and a gradient is copied or added up, read for its norm and
 read again by the step: 8 bytes a parameter of one micro-batch in bf16, 14 of the first of several and 10 for each further one.
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fluxray.memory.checkpointing import again_flops
 from fluxray.memory.estimate import Demand, Policy, UnitBytes
 
 BLOCK_SHARE = 0.79
@@ -82,20 +84,21 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
     for index, (block, unit) in enumerate(zip(spec.blocks, demand.blocks, strict=True)):
         kind = spec.kinds[block.kind]
         flops, recomputed = kind.forward_flops * rows, 0
-        if demand.checkpoint_blocks and index < first_kept:
-            recomputed = rows * (kind.again_flops if demand.partly_again else kind.forward_flops)
+        if index < first_kept:
+            recomputed = rows * again_flops(demand, policy, index)
         backward = 2 * flops + recomputed
+        waiting = rows * block.carry_bytes if demand.activation_checkpoint == "offload" and index < len(demand.blocks) - 1 else 0
         moved = index in streamed
         fetched = moved * (0 if index in in_slots else unit.weights)
         trained = moved * (unit.trained_weights + unit.states)
         step = _step_bytes(unit, demand)
         if demand.hold_gradients and stream:  # the step comes with the next forward, which needs states and gradients
             gradients = moved * demand.itemsize * unit.num_gradients
-            yield _Pass(flops, moved * unit.total + gradients, trained, step)
-            yield _Pass(backward, fetched, gradients, 0)
+            yield _Pass(flops, moved * unit.total + gradients, trained + waiting, step)
+            yield _Pass(backward, fetched + waiting, gradients, 0)
         else:
-            yield _Pass(flops, moved * unit.weights, 0, 0)
-            yield _Pass(backward, fetched + moved * unit.states, trained, step)
+            yield _Pass(flops, moved * unit.weights, waiting, 0)
+            yield _Pass(backward, fetched + moved * unit.states + waiting, trained, step)
     yield _Pass(3 * spec.outside_flops * rows, 0, 0, _step_bytes(demand.outside, demand))
 
 

@@ -97,6 +97,11 @@ def build_causal_lm(
     return CausalLMStack(meta_model(config, kernel), seed, weights, kernel)
 
 
+def has_dropout(config: PretrainedConfig) -> bool:
+    """Return whether a model of the families drops anything in training."""
+    return any(getattr(config, key, 0.0) > 0 for key in ("hidden_dropout", "attention_dropout"))
+
+
 def meta_model(config: PretrainedConfig, kernel: Kernel | None = None) -> PreTrainedModel:
     """Return the library's model, fp32, on the meta device, in training mode."""
     attention.register()
@@ -159,7 +164,7 @@ class CausalLMStack(BlockStack):
             CausalLMBlock(f"{path}.{i}", layer, i, kind, kernel)
             for i, (layer, kind) in enumerate(zip(_layers(model), kinds, strict=True))
         )
-        self.has_dropout = _has_dropout(model)
+        self.has_dropout = has_dropout(model.config)
         embed_dropout = () if self._parts.embed_dropout is None else (self._parts.embed_dropout,)
         self.dropout_modules = (*embed_dropout, *(block.module for block in self.blocks))
 
@@ -275,8 +280,3 @@ def _windows(config: PretrainedConfig) -> dict[str, int | None]:
             f"model.config.layer_types: {sorted(unknown)[0]!r} is not supported; use full_attention or sliding_attention"
         )
     return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-
-
-def _has_dropout(model: PreTrainedModel) -> bool:
-    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-    return modules or getattr(model.config, "attention_dropout", 0.0) > 0

@@ -19,7 +19,8 @@ def build_engine(
 ) -> Engine:
     """Give a stack, which is on the meta device, memory and first values in the engine that runs it. Collective.
 
-    The stream engine follows the plan's `policy`. Raises PlanError if its host has not the memory or will not lock it.
+    It follows the `policy`, which the sharded engine needs for what `selective` keeps alone. Raises PlanError if the host has not
+    the memory for a streamed model or will not lock it.
     """
     if isinstance(config.engine, StreamEngineConfig):
         return build_stream_engine(config, stack, loss_fn, device, policy)
@@ -28,10 +29,12 @@ def build_engine(
         precision=config.precision,
         compile=config.compile,
         activation_checkpoint=config.activation_checkpoint,
+        checkpoint_every=config.activation_checkpoint_every or 2,
+        kept_operations=policy.kept_operations if policy else (),
         reshard_after_forward=config.engine.reshard_after_forward,
     )
-    masters = parallelize(stack, techniques, device, mesh)
     runtime = Runtime(device, techniques.precision, mesh)
+    masters = parallelize(stack, techniques, device, mesh, runtime.transfers)
     return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, config.optim), _clip(config, device), runtime)
 
 

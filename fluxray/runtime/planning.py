@@ -17,7 +17,8 @@ from fluxray.engine.stream_layout import Layout
 from fluxray.engine.stream_store import resident_indices
 from fluxray.errors import ConfigError, PlanError
 from fluxray.memory import probe
-from fluxray.memory.estimate import GIB, Demand, UnitBytes
+from fluxray.memory.checkpointing import again_share, choose
+from fluxray.memory.estimate import GIB, Demand, Policy, UnitBytes
 from fluxray.memory.plan import MemoryPlan, Wanted, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
 from fluxray.memory.speed import Hardware
@@ -39,6 +40,22 @@ def plan_run(config: TrainConfig, spec: ModelSpec | None = None) -> MemoryPlan:
     spec = spec or model_spec(config)
     device, spec = _with_blocks(config, hardware(config), spec)
     return plan(demand(config, spec), device, _wanted(config, spec))
+
+
+def check_techniques(config: TrainConfig, has_dropout: bool) -> None:
+    """Raise ConfigError for techniques that do not go together on a model with or without dropout."""
+    if config.activation_checkpoint == "selective" and config.compile and has_dropout:
+        raise ConfigError(
+            "activation_checkpoint: 'selective' chooses among operations, which compiled blocks with dropout hide; set "
+            "compile=false, model.config's dropout to 0, or activation_checkpoint=full"
+        )
+
+
+def policy_without_plan(config: TrainConfig, num_tokenizer_entries: int) -> Policy | None:
+    """Return what the sharded engine must be told where there is no plan: on a CPU, and on all ranks but the first."""
+    if config.activation_checkpoint != "selective":
+        return None
+    return Policy(kept_operations=choose(demand(config, model_spec(config, num_tokenizer_entries)), 0))
 
 
 def require_fit(config: TrainConfig, found: MemoryPlan) -> None:
@@ -70,6 +87,8 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
             f"{policy.state_slots} state slots, logits of {policy.epilogue_tokens:,} tokens at once, "
             f"activations of {policy.kept_blocks} kept"
         )
+    again = again_share(found.demand, policy)
+    lines.append(f"{'recomputed':<18}{again:.0%} of the blocks' forward: activation_checkpoint {config.activation_checkpoint}")
     return [*lines, *table(found)]
 
 
@@ -83,7 +102,7 @@ def nearest(config: TrainConfig, found: MemoryPlan) -> list[str]:
         for change in candidates:
             if frozenset(change) not in seen and _fits(config, change, found):
                 seen.add(frozenset(change))
-                fitting.append(" ".join(f"{key}={value}" for key, value in change.items()))
+                fitting.append(" ".join(f"{key}={'null' if value is None else value}" for key, value in change.items()))
             if len(fitting) == MAX_SUGGESTIONS:
                 break
         if fitting:
@@ -133,8 +152,10 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         num_ranks=ranks,
         on_gpu=config.resources.gpu > 0,
         hold_gradients=stream and config.clip.mode == "exact",
-        checkpoint_blocks=stream or config.activation_checkpoint != "none",
-        partly_again=stream and config.compile and not spec.has_dropout,
+        activation_checkpoint=config.activation_checkpoint,
+        checkpoint_every=config.activation_checkpoint_every or 2,
+        checkpoint_budget=config.activation_checkpoint_budget or 0,
+        partly_again=config.compile and not spec.has_dropout,
         whole_copies=mixed and not split and ranks == 1,
         paged_states=config.optim.kind == "paged_adam8bit",
         asynchronous_saves=config.checkpoint.asynchronous and not stream,
@@ -148,7 +169,7 @@ def hardware(config: TrainConfig) -> Hardware:
 
     Raises ConfigError for a GPU's figures on a machine without one.
     """
-    given, stream = config.hardware, config.engine.kind == "stream"
+    given = config.hardware
     wants_gpu = config.resources.gpu > 0
     missing = _open_keys(config)
     if missing and wants_gpu and not torch.cuda.is_available():
@@ -173,7 +194,7 @@ def hardware(config: TrainConfig) -> Hardware:
         bandwidth = figure("memory_bandwidth", lambda: probe.probe_memory_bandwidth(device), (1e9, "GB/s"), "measured")
     else:
         whole = host
-    if stream and wants_gpu:
+    if wants_gpu and _uses_link(config):
         link = figure("link", lambda: probe.probe_link(device), (1e9, "GB/s each way"), "measured")
     tflops = figure("tflops", lambda: measure_matrix_tflops(device, dtype), (1, "TFLOPS"), "measured")
     return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
@@ -198,9 +219,13 @@ def is_complete(config: TrainConfig) -> bool:
 
 def _open_keys(config: TrainConfig) -> Mapping[str, str]:
     examples = {"device_memory": "45GB", "memory_bandwidth": "768GB/s", "tflops": "100"}
-    if config.engine.kind == "stream":
+    if _uses_link(config):
         examples["link"] = "25GB/s"
     return {key: example for key, example in examples.items() if getattr(config.hardware, key) is None}
+
+
+def _uses_link(config: TrainConfig) -> bool:
+    return config.engine.kind == "stream" or config.activation_checkpoint == "offload"
 
 
 def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
@@ -249,19 +274,25 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
         if config.optim.master != "stochastic" and config.precision == "mixed-bf16":
             yield {"optim.master": "stochastic"}
         yield {"engine.weight_slots": 2, "engine.state_slots": 2}
-    else:
-        yield from _sharded_changes(config)
+    yield from _checkpoint_changes(config)
+    if config.engine.kind == "sharded" and config.optim.kind == "adam8bit" and config.resources.gpu > 0:
+        yield {"optim.kind": "paged_adam8bit"}
     for factor in factors:
         yield {"batch.micro_size": size // factor}
     for fewer in range(steps - 1, 0, -1):
         yield {"batch.accumulation_steps": fewer}
 
 
-def _sharded_changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
-    if config.activation_checkpoint == "none":
-        yield {"activation_checkpoint": "full"}
-    if config.optim.kind == "adam8bit" and config.resources.gpu > 0:
-        yield {"optim.kind": "paged_adam8bit"}
+def _checkpoint_changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    """Yield kinds of activation checkpointing that keep less than the configured one, those first that compute least again."""
+    kind, keys = config.activation_checkpoint, ("activation_checkpoint_every", "activation_checkpoint_budget")
+    dropped = {key: None for key in keys if getattr(config, key) is not None}
+    if kind == "none":
+        yield from ({"activation_checkpoint": "every_n", "activation_checkpoint_every": every} for every in (4, 3, 2))
+    if kind not in ("full", "offload"):
+        yield {"activation_checkpoint": "full", **dropped}
+    if kind != "offload":
+        yield {"activation_checkpoint": "offload", **dropped}
 
 
 def _fits(config: TrainConfig, change: Mapping[str, Any], found: MemoryPlan) -> bool:

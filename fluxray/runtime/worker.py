@@ -20,7 +20,7 @@ from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export import MODEL_DIR
 from fluxray.memory.plan import MemoryPlan
 from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops
-from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, library_config
+from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, has_dropout, library_config
 from fluxray.models.verify import check_stack
 from fluxray.optim.schedule import build_schedule
 from fluxray.protocols import IGNORE_INDEX, Engine, RunState, RunSummary, SavedCheckpoint, TextBatch
@@ -32,7 +32,7 @@ from fluxray.runtime.engines import build_engine
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.planned import PLAN_FILE, plan_worker, refuse_misfit
-from fluxray.runtime.planning import describe
+from fluxray.runtime.planning import check_techniques, describe, policy_without_plan
 from fluxray.runtime.runwatch import RunWatch
 from fluxray.runtime.saver import Saver
 from fluxray.runtime.sharing import allocator_share
@@ -51,6 +51,7 @@ def preflight(config: TrainConfig, cache_dir: Path) -> None:
             f"data.max_slice: {config.data.max_slice} is over the model's max_position_embeddings {longest}; lower it"
         )
     expected_kernel(config, model_config)
+    check_techniques(config, has_dropout(model_config))
     check_stack(model_config)
 
 
@@ -150,12 +151,14 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries, kernel)
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
     plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify, context.run_dir)
-    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, plan.policy if plan else None)
+    policy = plan.policy if plan else policy_without_plan(config, data.num_tokenizer_entries)
+    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, policy)
     loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks, config.data.length_grouping)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = plan.hardware.tflops if plan else config.hardware.tflops or measure_matrix_tflops(device, dtype)
     floor_rate = plan.demand.tokens / plan.speed.floor if plan else None
-    read_waits = engine.read_waits if isinstance(engine, StreamEngine) else None
+    copies = isinstance(engine, StreamEngine) or config.activation_checkpoint == "offload"
+    read_waits = engine.read_waits if copies else None
     throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks, floor_rate, read_waits)
     return Parts(data, stack, engine, loader, throughput, plan, flops_per_token, device, ranks)
 

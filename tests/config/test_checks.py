@@ -40,6 +40,20 @@ CONTRADICTIONS = {
         "activation_checkpoint: 'none', but engine.kind stream computes each block again in backward; set "
         "activation_checkpoint=full (engine.kept_blocks says how many keep their activations)"
     ),
+    ("engine.kind=stream", "activation_checkpoint=sqrt"): (
+        "activation_checkpoint: 'sqrt' joins blocks or spares some, but engine.kind stream runs them one by one; set "
+        "activation_checkpoint=full, and engine.kept_blocks for those that keep their activations"
+    ),
+    ("activation_checkpoint=every_n",): (
+        "activation_checkpoint: 'every_n' wants activation_checkpoint_every; set it, such as activation_checkpoint_every=2"
+    ),
+    ("activation_checkpoint=selective",): (
+        "activation_checkpoint: 'selective' wants activation_checkpoint_budget; set it, such as activation_checkpoint_budget=4GB"
+    ),
+    ("activation_checkpoint_budget=1GB",): (
+        "activation_checkpoint_budget: 1000000000 has no effect with activation_checkpoint none; drop it or set "
+        "activation_checkpoint=selective"
+    ),
     ("optim.master=split24",): (
         "optim.master: 'split24' is for bf16 weights, and precision is fp32; set precision=mixed-bf16, or optim.master=fp32"
     ),

@@ -48,6 +48,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2 ranks, 4 micro-batches": (2, 4, {}),
     "8 ranks, 1 micro-batch": (8, 1, {}),
     "2 ranks, checkpointing": (2, 2, {"techniques": Techniques("fp32", activation_checkpoint="full")}),
+    "2 ranks, segments checkpointed": (2, 2, {"techniques": Techniques("fp32", activation_checkpoint="sqrt")}),
+    "2 ranks, inputs on the host": (2, 2, {"techniques": Techniques("fp32", activation_checkpoint="offload")}),
     "2 ranks, parameters kept after forward": (2, 2, {"techniques": Techniques("fp32", reshard_after_forward=False)}),
     "2 ranks, amp-bf16": (2, 2, {"techniques": Techniques("amp-bf16")}),
     "2 ranks, amp-fp16": (2, 2, {"techniques": Techniques("amp-fp16")}),

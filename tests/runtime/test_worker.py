@@ -311,3 +311,30 @@ def test_a_run_takes_its_share_of_a_gpu_and_no_more_than_the_plan_has(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(49.5e9), int(50e9)))
     assert worker._prepare_torch(small(*words), local_rank=3) == torch.device("cuda", 1)
     assert calls == limited
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("activation_checkpoint=every_n", "activation_checkpoint_every=2"),
+        ("activation_checkpoint=selective", "activation_checkpoint_budget=1MB"),
+        ("activation_checkpoint=offload",),
+    ],
+)
+def test_every_kind_of_checkpointing_trains_to_the_same_bits(words: tuple[str, ...], tmp_path: Path, cache: Path) -> None:
+    brief = ("train.num_steps=5", "evaluation.max_rows=2")
+    plain, _ = run(small(*brief), tmp_path / "plain", cache)
+    reports, _ = run(small(*brief, *words), tmp_path / "other", cache)
+    assert deterministic_metrics(reports) == deterministic_metrics(plain)
+    waits = any("perf/wait_fetch_s" in report.metrics for report in reports)
+    assert waits == (words[0] == "activation_checkpoint=offload")
+
+
+def test_operations_of_compiled_blocks_with_dropout_cannot_be_chosen(cache: Path) -> None:
+    words = ("activation_checkpoint=selective", "activation_checkpoint_budget=1MB", "compile=true")
+    with pytest.raises(ConfigError) as refused:
+        preflight(small(*words), cache)
+    assert str(refused.value) == (
+        "activation_checkpoint: 'selective' chooses among operations, which compiled blocks with dropout hide; set "
+        "compile=false, model.config's dropout to 0, or activation_checkpoint=full"
+    )
