@@ -37,14 +37,42 @@ def measure_matrix_tflops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / best / 1e12
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return GiB of device memory (peak allocated and reserved since the start) and of this process on the host."""
+class StepMemory:
+    """The most bytes that a step has allocated of a device; on a CPU, what the process holds. Never waits for the device.
+
+    On a GPU each step starts the allocator's peaks anew; those before are kept, for `memory_metrics`. What the allocator has
+    reserved beyond what is allocated does not count: it gives that back where it would not suffice.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.allocated = self.reserved = 0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._device.type == "cuda":
+            self.allocated = max(self.allocated, torch.cuda.max_memory_allocated(self._device))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> int:
+        """Return the peak of the step, of which the host has queued everything."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return psutil.Process().memory_info().rss
+
+
+def memory_metrics(device: torch.device, before: StepMemory | None = None) -> dict[str, float]:
+    """Return GiB of device memory (peak allocated and reserved since the start) and of this process on the host.
+
+    `before` has the peaks up to where they were started anew.
+    """
     host = psutil.Process().memory_info().rss / GIB
     if device.type != "cuda":
         return {"memory/host_gib": host}
     return {
-        "memory/allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
-        "memory/reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        "memory/allocated_gib": max(before.allocated if before else 0, torch.cuda.max_memory_allocated(device)) / GIB,
+        "memory/reserved_gib": max(before.reserved if before else 0, torch.cuda.max_memory_reserved(device)) / GIB,
         "memory/host_gib": host,
     }
 

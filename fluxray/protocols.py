@@ -318,12 +318,32 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class MicroSize:
+    """How large micro-batches are where memory governs that (`fluxray.memory.governor`), as a number of rows of full length.
+
+    Steps before step `since`, counted from 0, are cut by `rows`, those from there on by `next_rows`. `peak` is the most that was
+    measured of a step at that size, in bytes of one device. A larger one waits for `patience` steps.
+    """
+
+    rows: int
+    next_rows: int
+    since: int
+    peak: int
+    patience: int
+
+    def at(self, step: int) -> int:
+        """Return the size by which step number `step` is cut, counted from 0."""
+        return self.next_rows if step >= self.since else self.rows
+
+
+@dataclass(frozen=True)
 class RunState:
     """Everything that influences the future of a run, apart from the engine's tensors.
 
     `step` counts finished optimizer steps, `epoch` and `position` say which samples have been consumed (`position` within the
     epoch's order), `seed` names all random streams, `num_tokens` counts the terms of all losses so far, over all ranks,
     `num_skipped` the steps of which an update was withheld, those that overflowed in fp16 among them.
+    `micro_size` is None where the configuration alone cuts steps into micro-batches.
     """
 
     seed: int
@@ -333,6 +353,7 @@ class RunState:
     position: int = 0
     num_tokens: int = 0
     num_skipped: int = 0
+    micro_size: MicroSize | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
@@ -342,6 +363,8 @@ class RunState:
     def from_json(cls, values: Mapping[str, Any]) -> "RunState":
         """Rebuild from `to_json`."""
         fields = dict(values)
+        micro_size = fields.pop("micro_size", None)
+        fields["micro_size"] = None if micro_size is None else MicroSize(**micro_size)
         return cls(schedule=Schedule(**fields.pop("schedule")), **fields)
 
 

@@ -17,13 +17,14 @@ class Ranks:
     """One of `num_ranks` workers.
 
     `gather` brings a value and returns all ranks' values, in order, once every rank has brought its own; `any` returns whether
-    any rank brought True, at the cost of one small reduction.
+    any rank brought True, at the cost of one small reduction, and `highest` the largest number that any rank brought.
     """
 
     rank: int = 0
     num_ranks: int = 1
     gather: Callable[[Any], Sequence[Any]] = lambda value: [value]
     any: Callable[[bool], bool] = lambda flag: flag
+    highest: Callable[[float], float] = lambda number: number
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> "Ranks":
@@ -39,7 +40,12 @@ class Ranks:
             dist.all_reduce(total, group=group)
             return total.item() > 0
 
-        return cls(dist.get_rank(group), dist.get_world_size(group), gather, any_of)
+        def highest(number: float) -> float:
+            most = torch.tensor([number], dtype=torch.float64)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            return most.item()
+
+        return cls(dist.get_rank(group), dist.get_world_size(group), gather, any_of, highest)
 
     def together(self, action: Callable[[], T]) -> T:
         """Return what `action` returns, once every rank has done its own; raise the first rank's FluxrayError on every rank.

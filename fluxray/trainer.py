@@ -50,7 +50,8 @@ class Hooks:
     write a checkpoint of the state; the one before is durable when it is called. `memory` returns
     the memory metrics after a step that the device has finished.
     `should_stop` is asked after each step, on every rank, and gives the same answer on all. `report` receives every Report, on
-    every rank; `notify` one line for the user.
+    every rank; `notify` one line for the user. `adapt` is called once a step has been queued, and returns its state with what it
+    has decided for later ones.
     """
 
     batches: BatchSource
@@ -60,6 +61,7 @@ class Hooks:
     should_stop: Callable[[RunState], bool]
     report: Callable[[Report], None]
     notify: Callable[[str], None]
+    adapt: Callable[[RunState], RunState] = lambda state: state
 
 
 class _Pending(NamedTuple):
@@ -160,7 +162,7 @@ class Trainer:
         self._throughput.add(self._num_ranks * sum(batch.num_tokens for batch in data.batches))
         rows = [row for batch in data.batches if batch.key is not None for row in batch.key.samples][:NUM_NAMED]
         self._pending.append(_Pending(state.step + 1, lr, output, rows, data.metrics))
-        return replace(state, step=state.step + 1, epoch=data.epoch, position=data.position)
+        return self._hooks.adapt(replace(state, step=state.step + 1, epoch=data.epoch, position=data.position))
 
     def _log(self, state: RunState) -> RunState:
         """Read the pending steps from the device, report each, and return the state with their tokens counted."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fluxray.metrics import GIB, Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
+from fluxray.metrics import GIB, StepMemory, Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
 from fluxray.models.causal_lm import build_causal_lm
 from fluxray.protocols import TextBatch
 from tests.models.helpers import CASES, model_config
@@ -127,3 +127,28 @@ def test_device_memory_is_the_peak_since_the_start() -> None:
     metrics = memory_metrics(device)
     assert metrics["memory/allocated_gib"] >= 1.0
     assert metrics["memory/reserved_gib"] >= metrics["memory/allocated_gib"]
+
+
+def test_on_a_cpu_a_step_takes_what_the_process_holds() -> None:
+    memory = StepMemory(torch.device("cpu"))
+    memory.begin()
+    before = memory.read()
+    held = bytearray(b"x" * 2**28)
+    assert memory.read() - before == pytest.approx(len(held), rel=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_each_step_has_its_own_peak_and_the_run_keeps_the_highest() -> None:
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    memory, before, taken = StepMemory(device), torch.cuda.memory_allocated(device), []
+    for size in (2**28, 2**30, 2**28):
+        memory.begin()
+        torch.empty(size, dtype=torch.uint8, device=device)
+        taken.append(memory.read() - before)
+    assert taken == [2**28, 2**30, 2**28]
+    memory.begin()
+    found = memory_metrics(device, memory)
+    assert found["memory/allocated_gib"] >= 1.0 <= found["memory/reserved_gib"]

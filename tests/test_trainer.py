@@ -14,6 +14,7 @@ from fluxray.protocols import (
     BatchKey,
     LossOutput,
     MicroBatches,
+    MicroSize,
     Report,
     RunState,
     SampleId,
@@ -112,9 +113,14 @@ class Run:
             lambda at: at.step == self.stop_at,
             self.reports.append,
             self.notices.append,
+            self.adapt,
         )
         throughput = Throughput(6.0, 1.0, num_ranks)
         self.trainer = Trainer(self.engine, hooks, Cadence(*cadence), throughput, num_ranks, on_nonfinite)
+
+    def adapt(self, state: RunState) -> RunState:
+        self.done.append(("adapt", state.step))
+        return replace(state, micro_size=MicroSize(state.step, 0, 0, 0, 0))
 
     def open(self, state: RunState) -> Generator[MicroBatches, None, None]:
         self.sources.append(self.batches(state))
@@ -215,6 +221,14 @@ def test_saved_states_say_what_has_been_consumed() -> None:
     assert all(state.seed == START.seed and state.schedule == START.schedule for state in run.saved)
 
 
+def test_each_step_may_be_adapted_to_before_the_next_is_drawn() -> None:
+    run = Run((3, 0, 5))
+    run.fit()
+    order = [entry[:2] for entry in run.done if entry[0] in ("step", "adapt")]
+    assert order == [(what, step) for step in ALL_STEPS for what in ("step", "adapt")]
+    assert [state.micro_size.rows for state in run.saved if state.micro_size] == [5, 10, 12]
+
+
 def test_updates_are_flushed_before_evaluating_and_saving() -> None:
     run = Run((3, 4, 6))
     run.fit()
@@ -245,7 +259,8 @@ def test_run_goes_on_from_where_it_stands() -> None:
     run = Run((3, 0, 100))
     summary = run.fit(replace(START, step=10, position=40, num_tokens=1000))
     assert run.did("step") == [11, 12] and run.steps_of("train/loss") == [11, 12]
-    assert run.saved == [replace(START, step=12, epoch=1, position=48, num_tokens=1024)]
+    adapted = MicroSize(12, 0, 0, 0, 0)
+    assert run.saved == [replace(START, step=12, epoch=1, position=48, num_tokens=1024, micro_size=adapted)]
     assert summary.step == 12 and summary.train_loss == -2.0
 
 

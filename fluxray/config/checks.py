@@ -1,7 +1,7 @@
 """What no single key can know: contradictions between keys, and values whose code is not there yet."""
 
 from fluxray.config.mirror import check_mirror
-from fluxray.config.schema import DataConfig, StreamEngineConfig, TrainConfig
+from fluxray.config.schema import BatchConfig, DataConfig, StreamEngineConfig, TrainConfig
 from fluxray.errors import ConfigError
 
 
@@ -45,11 +45,37 @@ def check_consistent(config: TrainConfig) -> None:
 
 
 def _check_rows(config: TrainConfig) -> None:
+    """Check how rows come together in global batches and micro-batches."""
     data = config.data
     if data.length_grouping and data.packing:
         raise ConfigError(
             f"data.length_grouping: true, but packed rows all have data.max_slice {data.max_slice} tokens; "
             f"set data.packing=false, or drop it"
+        )
+    _check_dynamic(config.batch)
+
+
+def _check_dynamic(batch: BatchConfig) -> None:
+    low, high = batch.min_micro_size, batch.max_micro_size
+    if not batch.dynamic:
+        for key in ("min_micro_size", "max_micro_size"):
+            if getattr(batch, key) != BatchConfig.model_fields[key].default:
+                raise ConfigError(
+                    f"batch.{key}: {getattr(batch, key)} has no effect without batch.dynamic; set batch.dynamic=true, or drop it"
+                )
+        return
+    if low > high:
+        raise ConfigError(f"batch.min_micro_size: {low} is above batch.max_micro_size {high}; lower it, or raise the other")
+    if not low <= batch.micro_size <= high:
+        raise ConfigError(
+            f"batch.micro_size: {batch.micro_size} is what batch.dynamic begins with, and not from batch.min_micro_size {low} to "
+            f"batch.max_micro_size {high}; set it, or the bounds, so that it is"
+        )
+    if len(batch.dynamic_sizes) == 1:
+        raise ConfigError(
+            f"batch.dynamic: true, but of the sizes from batch.min_micro_size {low} to batch.max_micro_size {high} only "
+            f"{batch.micro_size} divides the {batch.rank_rows} rows of a worker's step; set batch.accumulation_steps or the "
+            f"bounds so that others do, or batch.dynamic=false"
         )
 
 

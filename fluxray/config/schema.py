@@ -92,6 +92,22 @@ class BatchConfig(Section):
     micro_size: int = Field(default=8, ge=1)
     accumulation_steps: int = Field(default=4, ge=1)
     global_size: int | None = Field(default=None, ge=1, description="only checked: micro_size x accumulation_steps x workers")
+    dynamic: bool = Field(
+        default=False, description="cut the same global batch into larger or smaller micro-batches, as the device has memory"
+    )
+    min_micro_size: int = Field(default=4, ge=1, description="with dynamic: smallest size; it begins with micro_size")
+    max_micro_size: int = Field(default=16, ge=1, description="with dynamic: largest size, and most rows where rows are short")
+
+    @property
+    def rank_rows(self) -> int:
+        """Rows of one step on one worker."""
+        return self.micro_size * self.accumulation_steps
+
+    @property
+    def dynamic_sizes(self) -> tuple[int, ...]:
+        """The sizes within the bounds, rising, that cut a worker's rows of a step evenly."""
+        bounds = range(self.min_micro_size, self.max_micro_size + 1)
+        return tuple(size for size in bounds if self.rank_rows % size == 0)
 
 
 class OptimConfig(Section):

@@ -23,7 +23,8 @@ Prepare = Callable[[Sequence[TextRow], BatchKey | None], Batch]
 class Loader:
     """The batches of one rank out of `num_ranks`; all ranks draw the same global batches and keep their share.
 
-    `grouped`: rows of similar length share a global batch.
+    `grouped`: rows of similar length share a global batch. `micro_rows` returns for a step, counted from 0, how many rows of full
+    length a micro-batch has; of shorter rows it has as many as make so many tokens. It is asked PREFETCHED_STEPS ahead at most.
     """
 
     rows: TextRows
@@ -32,6 +33,7 @@ class Loader:
     rank: int
     num_ranks: int
     grouped: bool = False
+    micro_rows: Callable[[int], int] | None = None
 
     def train_batches(self, state: RunState) -> Generator[MicroBatches, None, None]:
         """Yield global batches without end from where `state` stands, prepared ahead by a thread that ends with the generator.
@@ -67,9 +69,18 @@ class Loader:
         draws = global_batches(len(self.rows), global_size, state.seed, state.epoch, state.position, grouping)
         for step, (samples, epoch, position) in enumerate(draws, start=state.step):
             lengths: list[int] = all_lengths[[sample.index for sample in samples]].tolist()
-            rounds = cut_rounds(lengths, self.num_ranks, self.batch.micro_size)
+            rounds, metrics = self._cut(step, lengths)
             batches = [self._micro_batch(samples, of_ranks, (state.seed, step)) for of_ranks in rounds]
-            yield MicroBatches(batches, epoch, position, {"batch/padding_share": padding_share(lengths, rounds)})
+            metrics["batch/padding_share"] = padding_share(lengths, rounds)
+            yield MicroBatches(batches, epoch, position, metrics)
+
+    def _cut(self, step: int, lengths: Sequence[int]) -> tuple[list[list[range]], dict[str, float]]:
+        """Return the global batch cut into micro-batches, and what is to be said of that."""
+        if self.micro_rows is None:
+            return cut_rounds(lengths, self.num_ranks, self.batch.micro_size), {}
+        size = self.micro_rows(step)
+        rounds = cut_rounds(lengths, self.num_ranks, self.batch.max_micro_size, size * self.rows.max_slice)
+        return rounds, {"batch/micro_size": float(size)}
 
     def _micro_batch(self, samples: Sequence[SampleId], of_ranks: Sequence[range], key: tuple[int, int]) -> Batch:
         """Return this rank's micro-batch of a round; a zero-weight row stands in where it has none. `key` is seed and step."""

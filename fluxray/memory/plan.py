@@ -1,6 +1,6 @@
 """The memory plan: the fastest policy that fits device, host and disk."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fluxray.memory.checkpointing import choose
@@ -114,6 +114,23 @@ def plan(demand: Demand, hardware: Hardware, wanted: Wanted) -> MemoryPlan:
     if best is not None and wanted.kept_blocks is None:
         return _with_kept(best)
     return best or min(tried, key=_lack)
+
+
+def fitting_sizes(found: MemoryPlan, sizes: Iterable[int], misfits: bool = False) -> dict[int, int]:
+    """Return bytes of one device by rows of a micro-batch, of those sizes for which the device has the memory.
+
+    A step has the same rows, cut into micro-batches of that size, and the policy is left as it is. `misfits` are included on
+    demand.
+    """
+    fitting: dict[int, int] = {}
+    for size in sizes:
+        demand = replace(found.demand, micro_rows=size, num_micro_batches=found.demand.rank_rows // size)
+        whole = demand.engine == "sharded"  # its loss sees the whole micro-batch
+        policy = replace(found.policy, epilogue_tokens=demand.micro_tokens) if whole else found.policy
+        one = replace(found, demand=demand, policy=policy, bytes=estimate(demand, policy))
+        if misfits or all(short.place != "device" for short in one.shortfalls):
+            fitting[size] = one.device_bytes
+    return fitting
 
 
 def _planned(demand: Demand, policy: Policy, hardware: Hardware) -> MemoryPlan:

@@ -19,7 +19,7 @@ from fluxray.errors import ConfigError, PlanError
 from fluxray.memory import probe
 from fluxray.memory.checkpointing import again_share, choose
 from fluxray.memory.estimate import GIB, Demand, Policy, UnitBytes
-from fluxray.memory.plan import MemoryPlan, Wanted, plan
+from fluxray.memory.plan import MemoryPlan, Wanted, fitting_sizes, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
 from fluxray.memory.speed import Hardware
 from fluxray.memory.table import reason, table
@@ -77,6 +77,10 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
         f"{'a step':<18}{on}{batch.accumulation_steps} micro-batches x {batch.micro_size} {what} x {spec.row_tokens:,} tokens "
         f"= {found.demand.tokens:,} tokens",
     ]
+    if batch.dynamic:
+        fitting = ", ".join(map(str, fitting_sizes(found, batch.dynamic_sizes))) or "none"
+        sizes = ", ".join(map(str, batch.dynamic_sizes))
+        lines.append(f"{'micro-batches':<18}change with memory, of {sizes} {what}: fitting are {fitting}")
     if flux.is_flux(config.model):
         lines.append(f"{'a row':<18}assumed: one image of {flux.RESOLUTION} px and {flux.TEXT_TOKENS} tokens of text")
     kept = f"{config.precision}, {config.optim.kind}, master {config.optim.master}, clip {config.clip.mode}"

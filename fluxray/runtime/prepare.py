@@ -26,7 +26,14 @@ CHANGEABLE = (
 )
 """Keys that a later start of a run may change; a key with a dot at its end stands for its section."""
 
-BATCH_KEYS = ("batch.micro_size", "batch.accumulation_steps", "batch.global_size")
+BATCH_KEYS = (
+    "batch.micro_size",
+    "batch.accumulation_steps",
+    "batch.global_size",
+    "batch.dynamic",
+    "batch.min_micro_size",
+    "batch.max_micro_size",
+)
 """How the global batch is cut may change with the workers, its size may not."""
 
 

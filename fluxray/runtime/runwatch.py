@@ -12,7 +12,7 @@ from fluxray.engine.stream_timeline import StreamBytes, Timeline
 from fluxray.memory.estimate import CONTEXT_BYTES, GIB
 from fluxray.memory.plan import MemoryPlan
 from fluxray.memory.table import comparison
-from fluxray.metrics import memory_metrics
+from fluxray.metrics import StepMemory, memory_metrics
 from fluxray.protocols import Engine
 from fluxray.runtime.hostmemory import HostWatch
 from fluxray.runtime.picture import draw
@@ -28,7 +28,7 @@ class RunWatch:
     """Reads memory at each log; after warm-up compares it with the plan, and draws one step of a streamed model.
 
     `run_dir` gets the picture, `publish` is told of it, `pause` gives a context whose time is not the training's. `traces`: a
-    step may be watched tensor by tensor; compiled code of a CPU may not.
+    step may be watched tensor by tensor; compiled code of a CPU may not. `peaks` has the allocator's, if others start them anew.
     """
 
     engine: Engine
@@ -39,6 +39,7 @@ class RunWatch:
     publish: Callable[[str], None]
     pause: Callable[[], AbstractContextManager[object]]
     traces: bool
+    peaks: StepMemory | None = None
     _num_steps: int = field(default=0, init=False)
     _timeline: Timeline | None = field(default=None, init=False)
     _compared: bool = field(default=False, init=False)
@@ -57,7 +58,7 @@ class RunWatch:
     def memory(self, step: int) -> dict[str, float]:
         """Return the memory metrics after a step that the device has finished."""
         self._host.look()
-        metrics = memory_metrics(self.device)
+        metrics = memory_metrics(self.device, self.peaks)
         if self.plan is not None and self._num_steps > WARM_UP and not self._compared:
             self._compared = True
             with self.pause():

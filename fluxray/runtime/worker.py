@@ -18,8 +18,9 @@ from fluxray.data.text import TextData, prepare_text
 from fluxray.engine.stream import StreamEngine
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export import MODEL_DIR
+from fluxray.memory.governor import Governor
 from fluxray.memory.plan import MemoryPlan
-from fluxray.metrics import Throughput, count_forward_flops, measure_matrix_tflops
+from fluxray.metrics import StepMemory, Throughput, count_forward_flops, measure_matrix_tflops
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, has_dropout, library_config
 from fluxray.models.verify import check_stack
 from fluxray.optim.schedule import build_schedule
@@ -29,10 +30,11 @@ from fluxray.runtime import mirror
 from fluxray.runtime.attention import choose_kernel, expected_kernel
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.engines import build_engine
+from fluxray.runtime.governing import Governing, governor_of
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.planned import PLAN_FILE, plan_worker, refuse_misfit
-from fluxray.runtime.planning import check_techniques, describe, policy_without_plan
+from fluxray.runtime.planning import check_techniques, describe, model_spec, plan_run, policy_without_plan
 from fluxray.runtime.runwatch import RunWatch
 from fluxray.runtime.saver import Saver
 from fluxray.runtime.sharing import allocator_share
@@ -68,6 +70,8 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
         uploads.follow(SavedCheckpoint(context.run_dir / checkpoint.directory_name(state.step), lambda: 0.0))
     asynchronous = config.checkpoint.asynchronous and config.engine.kind == "sharded"  # a streamed model has no room for a copy
     saver = Saver(context.run_dir, _host_ranks(config, context.num_ranks), asynchronous)
+    governing = _govern(config, parts, context)
+    state = governing.begin(state, config.batch.micro_size) if governing else replace(state, micro_size=None)
     watch = RunWatch(
         parts.engine,
         parts.plan,
@@ -77,6 +81,7 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
         context.publish,
         parts.throughput.pause,
         traces=parts.device.type == "cuda" or not config.compile,
+        peaks=governing.memory if governing else None,
     )
 
     def should_stop(at: RunState) -> bool:
@@ -84,13 +89,14 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
         return parts.ranks.any(context.heartbeat(at.step))
 
     hooks = Hooks(
-        batches=parts.loader.train_batches,
+        batches=governing.batches(parts.loader) if governing else parts.loader.train_batches,
         eval_batches=lambda: parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows),
         save=lambda at: uploads.follow(saver.save(at, parts.engine.state_items())),
         memory=watch.memory,
         should_stop=should_stop,
         report=context.report,
         notify=context.notify,
+        adapt=governing.after_step if governing else _unchanged,
     )
     cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps)
     trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, context.num_ranks, config.train.on_nonfinite)
@@ -226,6 +232,24 @@ def _load_newest(parts: Parts, context: WorkerContext) -> checkpoint.CheckpointR
     if rounded:
         context.notify(f"{len(rounded)} parameters were saved in a wider format and are rounded now, such as {rounded[0]}")
     return found
+
+
+def _govern(config: TrainConfig, parts: Parts, context: WorkerContext) -> Governing | None:
+    """Return what decides how large micro-batches are, the same on all ranks; None where the configuration does. Collective."""
+    if not config.batch.dynamic:
+        return None
+
+    def decide() -> Governor | None:
+        if context.rank != 0:
+            return None
+        return governor_of(config, parts.plan or plan_run(config, model_spec(config, parts.data.num_tokenizer_entries)))
+
+    governor = parts.ranks.gather(parts.ranks.together(decide))[0]
+    return Governing(governor, StepMemory(parts.device), parts.ranks, context.notify)
+
+
+def _unchanged(state: RunState) -> RunState:
+    return state
 
 
 def _start_uploads(config: TrainConfig, context: WorkerContext) -> Uploads:

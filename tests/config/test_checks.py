@@ -18,6 +18,20 @@ CONTRADICTIONS = {
     ("data.length_grouping=true",): (
         "data.length_grouping: true, but packed rows all have data.max_slice 512 tokens; set data.packing=false, or drop it"
     ),
+    ("batch.max_micro_size=32",): (
+        "batch.max_micro_size: 32 has no effect without batch.dynamic; set batch.dynamic=true, or drop it"
+    ),
+    ("batch.dynamic=true", "batch.min_micro_size=32"): (
+        "batch.min_micro_size: 32 is above batch.max_micro_size 16; lower it, or raise the other"
+    ),
+    ("batch.dynamic=true", "batch.micro_size=2"): (
+        "batch.micro_size: 2 is what batch.dynamic begins with, and not from batch.min_micro_size 4 to batch.max_micro_size 16; "
+        "set it, or the bounds, so that it is"
+    ),
+    ("batch.dynamic=true", "batch.micro_size=7", "batch.accumulation_steps=1"): (
+        "batch.dynamic: true, but of the sizes from batch.min_micro_size 4 to batch.max_micro_size 16 only 7 divides the 7 rows "
+        "of a worker's step; set batch.accumulation_steps or the bounds so that others do, or batch.dynamic=false"
+    ),
     ("data.source=[]",): "data.source: [] names no data; name some, or drop the key",
     ("data.eval_source=[]",): "data.eval_source: [] names no data; name some, or drop the key",
     ("optim.schedule=cosine", "train.num_steps=100"): (
@@ -89,6 +103,8 @@ def test_contradicting_keys_are_refused(words, message):
 
 def test_consistent_keys_pass():
     assert resolve(overrides=["batch.global_size=64", "resources.num_workers=2"]).global_batch_size == 64
+    assert resolve(overrides=["batch.dynamic=true", "batch.accumulation_steps=3"]).batch.dynamic_sizes == (4, 6, 8, 12)
+    resolve(overrides=["data.length_grouping=true", "data.packing=false"])
     resolve(overrides=["data.vocab_size=300", "data.tokenizer=train"])
     resolve(overrides=["allocator=async", "resources.gpu=1", "resources.accelerator=RTX-A6000"])
     resolve(overrides=["resources.gpu=0.25"])

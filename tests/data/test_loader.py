@@ -176,6 +176,48 @@ def test_grouping_draws_each_row_once_and_resumes_on_any_number_of_ranks(paragra
     assert sorted(rest) == sorted(whole[64 * 7 :])
 
 
+def test_micro_batches_have_as_many_tokens_as_the_size_of_their_step_allows(paragraphs):
+    size_of = {0: 4, 1: 4, 2: 8, 3: 16}
+    keys = {"grouped": True, "micro_rows": lambda step: size_of[step]}
+    ranks: list[list] = [steps(loader(paragraphs, 3, rank, 8, 2, **keys), STATE, 3) for rank in range(3)]
+    still: list[list] = [steps(loader(paragraphs, 3, rank, 8, 2, grouped=True), STATE, 3) for rank in range(3)]
+    for step in range(3):
+        shares = [[batch.key.samples for batch in rank[step].batches] for rank in ranks]
+        rounds = list(zip(*shares, strict=True))  # as many on every rank
+        fixed = zip(*([batch.key.samples for batch in rank[step].batches] for rank in still), strict=True)
+        assert [s for of_ranks in rounds for share in of_ranks for s in share] == [
+            s for of_ranks in fixed for share in of_ranks for s in share
+        ]
+        for rank in ranks:
+            assert rank[step].metrics["batch/micro_size"] == size_of[step]
+            for batch in rank[step].batches:
+                assert batch.num_tokens <= size_of[step] * 512 and len(batch.input_ids) <= 16
+                assert (batch.num_valid == 0) == (not batch.key.samples)
+    assert max(len(rank[0].batches) for rank in ranks) <= 3, "short rows come together, up to 16"
+
+
+def test_a_packed_step_is_cut_as_by_hand(make_rows):
+    packed = make_rows([900], max_slice=8)
+    by_hand = [steps(loader(packed, 2, rank, 4, 2), STATE, 3) for rank in range(2)]
+    governed = [steps(loader(packed, 2, rank, 8, 1, micro_rows=lambda step: 4), STATE, 3) for rank in range(2)]
+    assert [keys(rank) for rank in governed] == [keys(rank) for rank in by_hand]
+
+
+def test_a_size_is_asked_for_no_further_ahead_than_batches_are_prepared(rows):
+    asked = []
+
+    def micro_rows(step):
+        asked.append(step)
+        return 2
+
+    batches = loader(rows, micro_rows=micro_rows).train_batches(STATE)
+    for step in range(4):
+        next(batches)
+        time.sleep(0.02)
+        assert max(asked) <= step + PREFETCHED_STEPS
+    batches.close()
+
+
 @pytest.mark.parametrize(("num_ranks", "micro", "max_rows"), [(1, 3, 100), (4, 2, 100), (3, 4, 7), (8, 3, 5)])
 def test_evaluation_counts_each_row_once_in_equally_many_batches(rows, num_ranks, micro, max_rows):
     ranks: list[list] = [list(loader(rows, num_ranks, rank, micro).eval_batches(rows, max_rows)) for rank in range(num_ranks)]

@@ -25,6 +25,11 @@ def test_a_plan_that_fits_is_printed(capsys):
     assert captured.err == ""
 
 
+def test_the_sizes_that_memory_allows_are_printed(capsys):
+    assert run("plan", "--profile", "a6000", "--model", "neox-20b", "batch.dynamic=true", "hardware.device_memory=44GB") == 0
+    assert "micro-batches     change with memory, of 4, 8, 16 rows: fitting are 4, 8\n" in capsys.readouterr().out
+
+
 def test_one_that_does_not_is_printed_and_says_what_would(capsys):
     assert run("plan", "--profile", "a6000", "--model", "flux2-dev", "hardware.host_memory=128GiB", "hardware.link=25GB/s") == 2
     captured = capsys.readouterr()

@@ -46,6 +46,7 @@ def test_the_global_batch_may_be_cut_anew_but_not_resized(tmp_path):
         "batch.micro_size",
         "resources.num_workers",
     }
+    assert set(changed_keys(old, config(tmp_path, **{"batch.dynamic": True}))) == {"batch.dynamic"}
     with pytest.raises(ConfigError, match="global batch of 16 rows on 2 workers, but run r was started with 8"):
         changed_keys(old, config(tmp_path, **{"resources.num_workers": 2}))
 
