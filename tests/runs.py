@@ -29,6 +29,15 @@ FAMILIES = {
         "model.config.head_dim=16",
         "model.config.tie_word_embeddings=true",
     ),
+    "gemma3": (
+        "model.config.model_type=gemma3_text",
+        "model.config.num_attention_heads=4",
+        "model.config.num_key_value_heads=2",
+        "model.config.head_dim=16",
+        "model.config.query_pre_attn_scalar=24",
+        "model.config.sliding_window=8",
+        "model.config.layer_types=[sliding_attention, full_attention]",
+    ),
 }
 
 

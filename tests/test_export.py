@@ -76,7 +76,7 @@ def test_names_on_disk_are_the_librarys(run_dir: Path, tmp_path: Path) -> None:
     expected, actual = load_file(tmp_path / "library" / "model.safetensors"), load_file(exported)
     assert exported.name == "model.safetensors"
     assert {name: (t.shape, t.dtype) for name, t in actual.items()} == {name: (t.shape, t.dtype) for name, t in expected.items()}
-    head = {"gpt_neox": {"embed_out.weight"}, "llama": {"lm_head.weight"}, "qwen3": set()}[run_dir.name]
+    head = {"gpt_neox": {"embed_out.weight"}, "llama": {"lm_head.weight"}, "qwen3": set(), "gemma3": set()}[run_dir.name]
     assert {name for name in actual if name in ("embed_out.weight", "lm_head.weight")} == head
     with safe_open(exported, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}

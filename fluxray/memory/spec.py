@@ -173,7 +173,7 @@ def _forward_flops(module: nn.Module, call: _Call) -> int:
 
 
 def _shared(calls: Sequence[_Call]) -> dict[int, Tensor]:
-    """Return the tensors that more than one block reads, by id."""
+    """Return the tensors that more than one block reads, by id. What one alone reads counts as handed to it: an upper bound."""
     readers = Counter(key for call in calls for key in {id(t) for t in call.tensors()})
     return {id(t): t for call in calls for t in call.tensors() if readers[id(t)] > 1}
 

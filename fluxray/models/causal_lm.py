@@ -1,4 +1,4 @@
-"""Causal language models of transformers as block stacks: GPT-NeoX, Llama, Qwen3.
+"""Causal language models of transformers as block stacks: GPT-NeoX, Llama, Qwen3, Gemma3.
 
 Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
 """
@@ -10,46 +10,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fluxray.config.schema import Kernel, ModelConfig
 from fluxray.errors import ConfigError, one_line
 from fluxray.models import attention
 from fluxray.models.blocks import find_block_lists, materialise
+from fluxray.models.families import (
+    REPORT_KEYS,
+    check_computed,
+    check_family,
+    known_keys,
+    parts_of,
+    rotary_embeddings,
+    value_of,
+    windows_of,
+)
 from fluxray.models.values import check_values
 from fluxray.models.weights import PretrainedWeights, location
 from fluxray.protocols import Block, BlockStack, State, TextBatch
 from fluxray.seeding import derive_seed
 
-FAMILIES = ("gpt_neox", "llama", "qwen3")
-
-REPORT_KEYS = {"attention_probs_dropout_prob": "attention_dropout", "hidden_dropout_prob": "hidden_dropout"}
-"""Keys of a BERT-style config.json that GPTNeoXConfig would accept and ignore, and their names there."""
-
-NOT_OF_THE_SHAPE = ("use_gradient_checkpointing", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of a config.json that other parts of the configuration decide, or nothing does."""
-
-ROPE_KEYS = {
-    "gpt_neox": {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
-    "llama": {"rope_theta": "rope_theta"},
-    "qwen3": {"rope_theta": "rope_theta"},
-}
-"""Keys that each family's configuration reads into its `rope_parameters`, and their names there. It would ignore another's."""
+NOT_OF_THE_SHAPE = (
+    "use_gradient_checkpointing",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "_sliding_window_pattern",
+)
+"""Keys of a config.json that other parts of the configuration decide (the last one: layer_types beside it), or nothing does."""
 
 EMBEDDING_INDEX = -1
 """Stands for the block index in the dropout key of the embedding."""
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The library's submodules outside the blocks, under one name for all families."""
-
-    embed: nn.Module
-    embed_dropout: nn.Module | None
-    rotary: nn.Module
-    norm: nn.Module
-    head: nn.Module
-    layers_path: str
 
 
 def library_config(model: ModelConfig, vocab_size: int | None = None) -> PretrainedConfig:
@@ -60,16 +54,17 @@ def library_config(model: ModelConfig, vocab_size: int | None = None) -> Pretrai
     """
     if model.weights is not None:
         config = _published_config(model.weights)
-        _check_family(config.model_type)
+        check_family(config.model_type)
         _check_agrees(config, model)
+        check_computed(config)
         return config
     keys = dict(model.config)
     model_type = keys.get("model_type")
     if model_type is None:
         raise ConfigError("model.config.model_type: is missing; name a family, or choose a preset with --model")
-    _check_family(model_type)
+    check_family(model_type)
     wanted = _renamed(keys)
-    known = _known_keys(model_type)
+    known = known_keys(model_type)
     for key in wanted:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -79,10 +74,13 @@ def library_config(model: ModelConfig, vocab_size: int | None = None) -> Pretrai
     if "vocab_size" not in wanted and vocab_size is not None:
         wanted["vocab_size"] = -(-vocab_size // 128) * 128
     wanted["use_cache"] = False
+    wanted.setdefault("pad_token_id", None)  # a family's own is of another tokenizer, and its embedding is not trained
     try:
-        return AutoConfig.for_model(model_type, **wanted)
+        config = AutoConfig.for_model(model_type, **wanted)
     except Exception as error:  # noqa: BLE001 - the libraries' own validation raises what it likes
         raise ConfigError(f"model.config: transformers refuses it ({one_line(error)}); mend that key") from None
+    check_computed(config)
+    return config
 
 
 def build_causal_lm(
@@ -135,7 +133,7 @@ class CausalLMBlock:
         hidden_BSD = self.module(
             hidden_BSD,
             attention_mask=shared[f"mask.{self.kind}"],
-            position_embeddings=(shared["cos"], shared["sin"]),
+            position_embeddings=(shared[f"cos.{self.kind}"], shared[f"sin.{self.kind}"]),
             **keyed,
         )
         return state._replace(carry=(hidden_BSD,))
@@ -156,8 +154,8 @@ class CausalLMStack(BlockStack):
         self._seed = seed
         self._weights = weights
         self._kernel: Kernel | None = kernel
-        self._parts = _parts_of(model)
-        self._windows = _windows(model.config)
+        self._parts = parts_of(model)
+        self._windows = windows_of(model.config)
         kinds: Sequence[str] = getattr(model.config, "layer_types", None) or ["full_attention"] * len(_layers(model))
         path = self._parts.layers_path
         self.blocks = tuple(
@@ -176,9 +174,9 @@ class CausalLMStack(BlockStack):
         if parts.embed_dropout is not None:
             keyed = {} if seed is None else {"dropout_seed": derive_seed(seed, EMBEDDING_INDEX)}
             hidden_BSD = parts.embed_dropout(hidden_BSD, **keyed)
-        cos, sin = parts.rotary(hidden_BSD, position_ids=batch.position_ids)
+        rotary = rotary_embeddings(self.model, parts.rotary, hidden_BSD, batch.position_ids, self._windows)
         inputs = attention.attention_inputs(self._kernel, batch, self._windows)
-        return State((hidden_BSD,), {"cos": cos, "sin": sin, **inputs}, seed)
+        return State((hidden_BSD,), {**rotary, **inputs}, seed)
 
     def epilogue(self, state: State, batch: TextBatch, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
         """Apply the final norm and the head, then `loss_fn` to the logits [B, S, V]."""
@@ -214,13 +212,6 @@ class CausalLMStack(BlockStack):
             self._weights.copy_into(self.model, paths)
 
 
-def _check_family(model_type: str) -> None:
-    if model_type not in FAMILIES:
-        raise ConfigError(
-            f"model.config.model_type: {model_type!r} has no block list in fluxray; families are {', '.join(FAMILIES)}"
-        )
-
-
 def _published_config(reference: str) -> PretrainedConfig:
     name = location(reference)
     try:
@@ -234,16 +225,11 @@ def _check_agrees(config: PretrainedConfig, model: ModelConfig) -> None:
     for key, value in {**model.config, **_renamed(model.config)}.items():
         if key in NOT_OF_THE_SHAPE or key in REPORT_KEYS:
             continue
-        published = _published_value(config, key)
+        published = value_of(config, key)
         if published != value:
             raise ConfigError(
                 f"model.config.{key}: {value!r}, but {model.weights} has {published!r}; drop the key or the weights"
             )
-
-
-def _published_value(config: PretrainedConfig, key: str) -> Any:
-    in_rope = ROPE_KEYS[config.model_type].get(key)
-    return getattr(config, key, None) if in_rope is None else config.rope_parameters[in_rope]
 
 
 def _renamed(keys: dict[str, Any]) -> dict[str, Any]:
@@ -251,32 +237,8 @@ def _renamed(keys: dict[str, Any]) -> dict[str, Any]:
     return {REPORT_KEYS.get(key, key): value for key, value in keys.items() if key not in dropped}
 
 
-def _known_keys(model_type: str) -> list[str]:
-    config_class = CONFIG_MAPPING[model_type]
-    return sorted({*config_class().to_dict(), *config_class.attribute_map, *ROPE_KEYS[model_type], "rope_scaling"})
-
-
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     lists = find_block_lists(model)
     if len(lists) != 1:
         raise ConfigError(f"model.config.model_type: {model.config.model_type!r} has {len(lists)} block lists; one is wanted")
     return lists[0][1]
-
-
-def _parts_of(model: PreTrainedModel) -> _Parts:
-    base: Any = model.base_model
-    path = f"{model.base_model_prefix}.layers"
-    head: Any = model.get_output_embeddings()
-    if model.config.model_type == "gpt_neox":
-        return _Parts(base.embed_in, base.emb_dropout, base.rotary_emb, base.final_layer_norm, head, path)
-    return _Parts(base.embed_tokens, None, base.rotary_emb, base.norm, head, path)
-
-
-def _windows(config: PretrainedConfig) -> dict[str, int | None]:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ConfigError(
-            f"model.config.layer_types: {sorted(unknown)[0]!r} is not supported; use full_attention or sliding_attention"
-        )
-    return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(kinds)}

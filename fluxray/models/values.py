@@ -28,7 +28,8 @@ def check_values(model_type: str, keys: Mapping[str, Any]) -> None:
     What `keys` leave open has the family's own default.
     """
     family = CONFIG_MAPPING[model_type]
-    values = {key: keys.get(key, getattr(family, key, None)) for key in (*COUNTS, *PROBABILITIES, "hidden_act")}
+    activation = "hidden_activation" if hasattr(family, "hidden_activation") else "hidden_act"
+    values = {key: keys.get(key, getattr(family, key, None)) for key in (*COUNTS, *PROBABILITIES, activation)}
     for key in COUNTS:
         may_be_open = values[key] is None and getattr(family, key, None) is None
         if not may_be_open and (type(values[key]) is not int or values[key] < 1):
@@ -38,10 +39,10 @@ def check_values(model_type: str, keys: Mapping[str, Any]) -> None:
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise ConfigError(f"model.config.{key}: {value!r} is no probability; use 0 or more and less than 1")
     _check_heads(values)
-    if values["hidden_act"] not in ACT2FN:
-        close = difflib.get_close_matches(str(values["hidden_act"]), ACT2FN, n=1)
+    if values[activation] not in ACT2FN:
+        close = difflib.get_close_matches(str(values[activation]), ACT2FN, n=1)
         raise ConfigError(
-            f"model.config.hidden_act: {values['hidden_act']!r} is unknown; use {close[0] if close else 'gelu or silu'}"
+            f"model.config.{activation}: {values[activation]!r} is unknown; use {close[0] if close else 'gelu or silu'}"
         )
 
 

@@ -33,6 +33,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
     "qwen3 tied": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
 }
+FAMILIES["gemma3"] = {
+    "model_type": "gemma3_text",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 OPTIM = OptimConfig(lr=1e-3, eps=1e-6)
 EIGHT_BIT = OPTIM.model_copy(update={"kind": "adam8bit"})
 NO_CLIP = 1e9

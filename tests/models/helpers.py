@@ -32,6 +32,14 @@ MIXED = {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 CASES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox"},
     "gpt_neox sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 0.5, "attention_bias": False},
@@ -43,6 +51,14 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "qwen3 tied": {**QWEN3, "tie_word_embeddings": True},
     "qwen3 mixed": {**QWEN3, **MIXED, "attention_dropout": 0.1},
+    "gemma3": GEMMA3,
+    "gemma3 untied": {
+        **GEMMA3,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "rope_theta": 5e4,
+        "rope_local_base_freq": 500.0,
+    },
 }
 
 

@@ -137,7 +137,7 @@ def test_random_values_depend_on_seed_and_path_only(case: str) -> None:
         other_order.materialise(CPU, block)
     for name, tensor in other_order.model.state_dict().items():
         assert torch.equal(tensor, first[name]), name
-    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 4} if "mixed" in case else {}
+    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 4} if "mixed" in case or "gemma3" in case else {}
     deeper = build(case, num_hidden_layers=4, **kinds).model.state_dict()
     assert all(torch.equal(deeper[name], tensor) for name, tensor in first.items())
     reseeded = build(case, seed=1).model.state_dict()
@@ -156,7 +156,7 @@ def test_making_values_leaves_the_global_random_stream_alone() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen3", "gemma3"])
 def test_random_values_follow_the_librarys_rule(family: str) -> None:
     torch.use_deterministic_algorithms(True)  # fills memory that nobody initialises with NaN
     try:
@@ -183,7 +183,7 @@ def test_buffers_are_right_after_the_meta_device(case: str) -> None:
         assert buffer.device == CPU and torch.equal(buffer, reference[name]), name
 
 
-@pytest.mark.parametrize("case", ["llama grouped", "qwen3 tied"])
+@pytest.mark.parametrize("case", ["llama grouped", "qwen3 tied", "gemma3"])
 def test_tied_embeddings_stay_one_parameter(case: str) -> None:
     model: Any = build(case).model
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -215,7 +215,7 @@ def test_dropout_seeds_reach_embedding_and_blocks_and_differ() -> None:
     assert seeds == [None] * 4
 
 
-@pytest.mark.parametrize(("case", "index"), [("gpt_neox", 0), ("llama", 1), ("qwen3 mixed", 2)])
+@pytest.mark.parametrize(("case", "index"), [("gpt_neox", 0), ("llama", 1), ("qwen3 mixed", 2), ("gemma3", 3)])
 def test_check_passes_on_every_case_and_small_vocabularies(case: str, index: int) -> None:
     check_stack(build_causal_lm(model_config(case), 0).model.config)
     check_stack(build_causal_lm(model_config(case, vocab_size=3 + index), 0).model.config)
@@ -225,7 +225,9 @@ def test_check_refuses_blocks_called_without_their_mask(monkeypatch: pytest.Monk
     def without_mask(self: CausalLMBlock, state):
         (hidden,) = state.carry
         shared = state.shared
-        hidden = self.module(hidden, attention_mask=None, position_embeddings=(shared["cos"], shared["sin"]))
+        hidden = self.module(
+            hidden, attention_mask=None, position_embeddings=(shared["cos.full_attention"], shared["sin.full_attention"])
+        )
         return state._replace(carry=(hidden,))
 
     monkeypatch.setattr(CausalLMBlock, "__call__", without_mask)
@@ -233,15 +235,15 @@ def test_check_refuses_blocks_called_without_their_mask(monkeypatch: pytest.Monk
         check_stack(build_causal_lm(model_config("llama"), 0).model.config)
 
 
-@pytest.mark.parametrize("case", ["gpt_neox", "llama", "qwen3 mixed"])
+@pytest.mark.parametrize("case", ["gpt_neox", "llama", "qwen3 mixed", "gemma3"])
 @pytest.mark.parametrize("fault", ["skipped block", "no final norm", "wrong positions", "one window for all"])
 def test_check_refuses_other_faults(case: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prologue, parts_of = causal_lm.CausalLMStack.prologue, causal_lm._parts_of
+    prologue, parts_of = causal_lm.CausalLMStack.prologue, causal_lm.parts_of
     if fault == "skipped block":
         monkeypatch.setattr(CausalLMBlock, "__call__", lambda self, state: state)
     elif fault == "no final norm":
         monkeypatch.setattr(
-            causal_lm, "_parts_of", lambda model: parts_of(model).__class__(**{**vars(parts_of(model)), "norm": nn.Identity()})
+            causal_lm, "parts_of", lambda model: parts_of(model).__class__(**{**vars(parts_of(model)), "norm": nn.Identity()})
         )
     elif fault == "wrong positions":
 
@@ -250,7 +252,7 @@ def test_check_refuses_other_faults(case: str, fault: str, monkeypatch: pytest.M
 
         monkeypatch.setattr(causal_lm.CausalLMStack, "prologue", unshifted)
     else:
-        monkeypatch.setattr(causal_lm, "_windows", lambda config: dict.fromkeys(("full_attention", "sliding_attention"), 2))
+        monkeypatch.setattr(causal_lm, "windows_of", lambda config: dict.fromkeys(("full_attention", "sliding_attention"), 2))
     with pytest.raises(RuntimeError, match="differs from the library's forward"):
         check_stack(build_causal_lm(model_config(case), 0).model.config)
 

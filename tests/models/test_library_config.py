@@ -10,7 +10,7 @@ from fluxray.config.schema import ModelConfig
 from fluxray.errors import ConfigError
 from fluxray.models.causal_lm import build_causal_lm, library_config
 from fluxray.models.verify import check_stack
-from tests.models.helpers import CASES, SIZES, build, model_config
+from tests.models.helpers import CASES, SIZES, batch_of, build, model_config
 
 REPORT_A = {
     "hidden_size": 64,
@@ -80,6 +80,33 @@ def test_rotary_keys_reach_the_frequencies(case: str, keys: dict[str, Any], base
     assert torch.allclose(inverse, base ** -(torch.arange(0, size, 2) / size))
 
 
+def test_gemma3_has_two_sets_of_frequencies() -> None:
+    keys = {"rope_theta": 5e5, "rope_local_base_freq": 2e3}
+    stack = build("gemma3", **keys)
+    buffers = dict(stack.model.named_buffers())
+    for kind, base in (("full", 5e5), ("sliding", 2e3)):
+        (inverse,) = (buffer for name, buffer in buffers.items() if name.endswith(f".{kind}_attention_inv_freq"))
+        assert torch.allclose(inverse, base ** -(torch.arange(0, 16, 2) / 16))
+    state = stack.prologue(batch_of((12,)))
+    cos = {kind: state.shared[f"cos.{kind}_attention"] for kind in ("full", "sliding")}
+    assert cos["full"] is not None and cos["sliding"] is not None and not torch.equal(cos["full"], cos["sliding"])
+
+
+def test_gemma3_scales_its_embedding_and_trains_every_row() -> None:
+    stack = build("gemma3")
+    batch = batch_of((12,))
+    (hidden,) = stack.prologue(batch).carry
+    weight: Any = stack.model.get_input_embeddings().weight
+    assert torch.equal(hidden, weight[batch.input_ids] * torch.tensor(32**0.5))
+    assert weight[0].any() and library_config(model_config("gemma3")).pad_token_id is None  # no row is set aside for padding
+
+
+def test_gemma3_reads_the_pattern_of_older_files() -> None:
+    keys = {key: value for key, value in model_config("gemma3").config.items() if key != "layer_types"}
+    config = library_config(ModelConfig(config={**keys, "num_hidden_layers": 4, "sliding_window_pattern": 2}))
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 2
+
+
 def test_rotary_share_of_neox() -> None:
     for share, size in ((0.25, 2), (0.5, 4), (1.0, 8)):
         buffers = dict(build("gpt_neox", rotary_pct=share).model.named_buffers())
@@ -113,6 +140,11 @@ def test_rotary_share_of_neox() -> None:
         ("llama", {"model_type": "no such family"}, ["model_type: 'no such family'", "gpt_neox, llama, qwen3"]),
         ("llama", {"model_type": 3}, ["model_type: 3", "gpt_neox, llama, qwen3"]),
         ("llama", {"model_type": None}, ["model_type: is missing", "--model"]),
+        ("gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping: 30.0, but", "set it to null"]),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping: 50.0, but the library itself ignores it"]),
+        ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention: True, but", "causal"]),
+        ("gemma3", {"hidden_activation": "gelo"}, ["hidden_activation: 'gelo'", "use gelu"]),
+        ("gemma3", {"hidden_act": "gelu"}, ["hidden_act: is no key of gemma3_text", "hidden_activation"]),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(case: str, keys: dict[str, Any], parts: list[str]) -> None:
@@ -120,7 +152,7 @@ def test_what_cannot_be_is_refused_in_one_line(case: str, keys: dict[str, Any], 
     assert all(part in message for part in parts), message
 
 
-@pytest.mark.parametrize("case", ["gpt_neox", "llama", "qwen3"])
+@pytest.mark.parametrize("case", ["gpt_neox", "llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
 @pytest.mark.parametrize("value", [0, -32, "32", 32.5, True, None, [32]])
 def test_sizes_are_whole_numbers_above_0(case: str, key: str, value: object) -> None:
