@@ -88,7 +88,7 @@ class Computation:
             return self.stack.epilogue(state, batch, loss_fn)
 
     def _autocast(self) -> torch.autocast:
-        """Return a context for one call: the casts that it remembers are of weights that another block's replace."""
+        """Return the context of one call."""
         return autocast(self._precision, self.device)
 
 
