@@ -24,6 +24,7 @@ def check_consistent(config: TrainConfig) -> None:
         )
     _check_rows(config)
     _check_optim(config)
+    _check_in_backward(config)
     if config.resources.gpu == 0 and config.allocator != "native":
         raise ConfigError(f"allocator: {config.allocator!r} is CUDA's, and resources.gpu is 0; set native")
     if config.resources.gpu == 0 and config.resources.accelerator is not None:
@@ -142,6 +143,31 @@ def _check_optim(config: TrainConfig) -> None:
     if optim.schedule == "constant" and optim.min_lr_ratio != 0:
         raise ConfigError(
             f"optim.min_lr_ratio: {optim.min_lr_ratio} has no effect with optim.schedule constant; set linear or cosine"
+        )
+
+
+def _check_in_backward(config: TrainConfig) -> None:
+    if not config.optim.in_backward:
+        return
+    if config.engine.kind == "stream":
+        raise ConfigError(
+            "optim.in_backward: true is what engine.kind stream does by itself where clip.mode allows it; set "
+            "optim.in_backward=false"
+        )
+    if config.clip.mode == "exact":
+        raise ConfigError(
+            "optim.in_backward: true steps before the norm of the whole gradient is known, by which clip.mode exact clips; set "
+            "clip.mode=previous or clip.mode=block"
+        )
+    if config.precision == "amp-fp16":
+        raise ConfigError(
+            "optim.in_backward: true has stepped before it is known whether a gradient overflows, which precision amp-fp16 must "
+            "know; set precision=amp-bf16, or optim.in_backward=false"
+        )
+    if config.batch.accumulation_steps > 1:
+        raise ConfigError(
+            f"optim.in_backward: true frees gradients at once, and batch.accumulation_steps {config.batch.accumulation_steps} "
+            f"adds them up first; set batch.accumulation_steps=1 (and a larger batch.micro_size), or optim.in_backward=false"
         )
 
 

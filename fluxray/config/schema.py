@@ -121,6 +121,7 @@ class OptimConfig(Section):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled; not applied to 1-D parameters")
+    in_backward: bool = Field(default=False, description="step each block as soon as backward has its gradient, and free that")
     master: Literal["fp32", "split24", "stochastic"] = "fp32"
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=100, ge=0)

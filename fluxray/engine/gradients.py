@@ -1,6 +1,6 @@
 """Norms and clipping of gradients that may be sharded over ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ class Gradients:
 
         The norm is an fp32 scalar, all ranks included.
         """
-        gradients = [local for unit in self._units.values() if (local := _local_gradients(unit))]
-        norms = torch.stack([torch.linalg.vector_norm(torch.stack(torch._foreach_norm(unit))) for unit in gradients])
+        gradients = [local for unit in self._units.values() if (local := local_gradients(unit))]
+        norms = torch.stack([norm_of(unit) for unit in gradients])
         squares = self._sum_over_ranks(self._scaler.unscaled(norms).square())
         norm = squares.sum().sqrt()
         if self._clip.mode == "exact":
@@ -52,7 +52,12 @@ class Gradients:
         return norm
 
 
-def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+def norm_of(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of some gradients together (fp32 scalar)."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return this rank's part of each gradient that there is."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]

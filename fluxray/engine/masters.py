@@ -1,6 +1,6 @@
 """The fp32 parameters that the optimizer steps, and the copies that the model computes with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -37,12 +37,18 @@ class Masters:
                 copy.register_post_accumulate_grad_hook(_move_gradient_to(named[name]))
         return cls(named, copies)
 
+    def on_gradient(self, name: str, hook: Callable[[], None]) -> None:
+        """Call `hook` each time backward has completed the gradient of a master, which may be freed then."""
+        holder = self._copies.get(name, self.named[name])
+        holder.register_post_accumulate_grad_hook(lambda _: hook())
+
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the stepped masters into the compute copies."""
+    def publish(self, names: Iterable[str] | None = None) -> None:
+        """Round the stepped masters into the compute copies: those of `names`, or all."""
         if self._copies:
-            copies: list[torch.Tensor] = [self._copies[name] for name in self.named]
-            torch._foreach_copy_(copies, list[torch.Tensor](self.named.values()))  # pyright: ignore[reportPrivateImportUsage]
+            chosen = list(self.named if names is None else names)
+            copies: list[torch.Tensor] = [self._copies[name] for name in chosen]
+            torch._foreach_copy_(copies, [self.named[name] for name in chosen])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _move_gradient_to(master: nn.Parameter):

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray.engine.clip import Clip, clip_units
 from fluxray.engine.gradients import Gradients
+from fluxray.engine.in_backward import InBackward
 from fluxray.engine.masters import Masters
 from fluxray.engine.parallelize import fsdp_modules
 from fluxray.engine.precision import Precision, autocast
@@ -18,6 +19,7 @@ from fluxray.engine.state import check_same_model
 from fluxray.engine.stream_transfers import transfers_of
 from fluxray.optim.rows import Rows
 from fluxray.optim.sharded import ShardedOptimizer
+from fluxray.optim.units import UnitOptimizers
 from fluxray.protocols import Batch, BlockStack, LossFn, LossOutput, StateItem, StateReader, StepOutput
 
 
@@ -27,7 +29,7 @@ class ShardedEngine:
     The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks
     nor on the split into micro-batches. It is clipped by the norms of whole units or of the whole gradient, all ranks included.
     A step whose loss or gradient is not finite on any rank changes neither weights nor moments on any. For fp16 the
-    loss is scaled.
+    loss is scaled. UnitOptimizers step inside backward (`engine/in_backward.py`).
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class ShardedEngine:
         stack: BlockStack,
         loss_fn: LossFn,
         masters: Masters,
-        optimizer: ShardedOptimizer,
+        optimizer: ShardedOptimizer | UnitOptimizers,
         clip: Clip,
         runtime: "Runtime",
     ):
@@ -46,6 +48,9 @@ class ShardedEngine:
         self._clip = clip
         self._scaler = LossScaler(runtime.precision == "amp-fp16", runtime.device)
         self._gradients = Gradients(masters.named, clip_units(stack), clip, self._scaler, runtime.sum_over_ranks)
+        self._in_backward = None
+        if isinstance(optimizer, UnitOptimizers):
+            self._in_backward = InBackward(masters, optimizer, clip, runtime.sum_over_ranks)
         self._runtime = runtime
         self._sharded = fsdp_modules(stack)
 
@@ -58,16 +63,25 @@ class ShardedEngine:
         for batch in micro_batches:
             with self._runtime.autocast():
                 output = self._stack(batch.to(self._runtime.device), self._loss_fn)
-            self._scaler.scaled(output.sum / divisor).backward()
             loss_sum += output.sum.detach()
+            if self._in_backward is not None:
+                assert len(micro_batches) == 1, "refused by check_consistent"
+                self._in_backward.begin(lr, self._runtime.sum_over_ranks(loss_sum))
+            self._scaler.scaled(output.sum / divisor).backward()
         loss = self._runtime.sum_over_ranks(loss_sum) / divisor
+        grad_norm, withheld = self._step_after(loss, lr) if self._in_backward is None else self._in_backward.finish()
+        return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
+
+    def _step_after(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+        """Clip and step after backward; return the norm of the gradient, and 1 if the step was withheld."""
+        assert not isinstance(self._optimizer, UnitOptimizers)
         grad_norm = self._gradients.clip()
         sound = torch.isfinite(loss) & torch.isfinite(grad_norm)
         withheld = 1 - sound.float()
         self._clip.finish(grad_norm.where(sound, torch.nan))
         self._optimizer.step(lr, withheld)
         self._masters.publish()
-        return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
+        return grad_norm, withheld
 
     def eval_steps(self, batches: Sequence[Batch]) -> list[LossOutput]:
         """Return for each batch the summed loss and valid count of all ranks', without dropout or gradients. Collective."""

@@ -69,6 +69,20 @@ def kept_by_sharded(demand: "Demand", policy: "Policy") -> Kept:
             return Kept(IN_FLIGHT * max(carries), largest, sum(carries[:-1]))
 
 
+def blocks_at_once(demand: "Demand") -> int:
+    """Return of how many blocks, at most, the sharded engine holds at once what their forward has made."""
+    num_blocks = len(demand.spec.blocks)
+    match demand.activation_checkpoint:
+        case "none":
+            return num_blocks
+        case "every_n":
+            return min(num_blocks - len(range(0, num_blocks, demand.checkpoint_every)) + 1, num_blocks)
+        case "sqrt":
+            return len(segments(num_blocks)[-1])
+        case "full" | "selective" | "offload":
+            return 1
+
+
 IN_FLIGHT = 3
 """Inputs of blocks that are on the device at once where they wait on the host: one in use, one on its way, and the output."""
 

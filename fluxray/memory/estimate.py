@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fluxray.config.schema import CheckpointKind
-from fluxray.memory.checkpointing import IN_FLIGHT, kept_by_sharded, kept_operations, segments
+from fluxray.memory.checkpointing import IN_FLIGHT, blocks_at_once, kept_by_sharded, kept_operations, segments
 from fluxray.memory.operations import Operation
 from fluxray.memory.spec import ModelSpec
 
@@ -59,7 +59,9 @@ class Demand:
     activations backward computes again, with `checkpoint_every` (blocks) and `checkpoint_budget` (bytes) of the kinds that have
     them; `partly_again`: only what it needs of a block. `resident_indices(n)` are the blocks that
     the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
-    weights to compute with. `paged_states`: optimizer states may leave the device for the host.
+    weights to compute with. `paged_states`: optimizer states may leave the device for the host. `steps_in_backward`: a block's
+    gradients are freed before the next one's come. `cast_bytes` autocast makes of a weight for its matrix product, which are kept
+    with what autograd keeps of it.
     """
 
     engine: Literal["stream", "sharded"]
@@ -78,6 +80,8 @@ class Demand:
     partly_again: bool = False
     whole_copies: bool = False
     paged_states: bool = False
+    steps_in_backward: bool = False
+    cast_bytes: int = 0
     asynchronous_saves: bool = True
     num_checkpoints: int = 1
     resident_indices: Callable[[int], Sequence[int]] = range
@@ -140,21 +144,23 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     kept = demand.num_micro_batches * sum(kind.kept(demand.micro_rows) for kind in kinds)
     kept += demand.rank_rows * kept_operations(demand, policy)
     held_back = demand.itemsize if demand.hold_gradients else 0
-    largest_outside = max((p.numel for p in demand.spec.outside if p.trained), default=0)
+    largest_outside = _largest_outside(demand)
+    largest = max(unit.num_gradients for unit in demand.blocks)
+    casts = (policy.kept_blocks * demand.num_micro_batches + 1) * largest + largest_outside
     device = {
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
         "weights": sum(unit.weights for unit in staying),
         "optimizer": sum(unit.states for unit in staying),
         "gradients": 4 * demand.outside.num_gradients
-        + 4 * max(unit.num_gradients for unit in demand.blocks)
+        + 4 * largest
         + held_back * sum(demand.blocks[index].num_gradients for index in resident)
         + demand.itemsize * largest_outside,
         "slots": policy.weight_slots * max((unit.weights for unit in streamed), default=0)
         + policy.state_slots * max((unit.states for unit in streamed), default=0)
         + 2 * held_back * max((unit.num_gradients for unit in streamed), default=0),
         "kept inputs": demand.rank_rows * (carries + demand.spec.shared_bytes),
-        "activations": _largest_block(demand) + kept,
+        "activations": _largest_block(demand) + kept + demand.cast_bytes * casts,
         "logits": _logits(demand, policy.epilogue_tokens),
     }
     host = {
@@ -173,20 +179,23 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     num_gradients = sum(unit.num_gradients for unit in units)
     largest = max(unit.num_gradients for unit in demand.blocks)
     copies = demand.itemsize * num_gradients if demand.whole_copies else 0
+    # a parameter outside steps by itself, but those of a group are reduced together
+    stepped = largest + (_largest_outside(demand) if ranks == 1 else demand.outside.num_gradients)
     # a block's gathered weights and those of the next, its gradient before and after reduction; what is outside stays gathered,
     # and so do the blocks of a segment that is computed again
     at_once = max(2, len(segments(len(demand.blocks))[-1])) if demand.activation_checkpoint == "sqrt" else 2
     gathered = largest * (at_once * demand.itemsize + 2 * 4) + demand.itemsize * demand.outside.num_gradients
     kept = kept_by_sharded(demand, policy)
+    casts = demand.cast_bytes * (blocks_at_once(demand) * largest + _largest_outside(demand))
     device = {
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
         "weights": masters // ranks + copies,
         "optimizer": states // ranks if not demand.paged_states else max(unit.states for unit in units) // ranks,
-        "gradients": 4 * num_gradients // ranks,
+        "gradients": 4 * (stepped if demand.steps_in_backward else num_gradients) // ranks,
         "gathered blocks": 0 if ranks == 1 else gathered,
         "kept inputs": kept.inputs + demand.micro_rows * demand.spec.shared_bytes,
-        "activations": kept.activations,
+        "activations": kept.activations + casts,
         "logits": _logits(demand, policy.epilogue_tokens),
     }
     saved = sum(unit.total for unit in units)
@@ -214,6 +223,10 @@ def _with_validation(device: dict[str, int], demand: Demand, num_batches: int, c
 
 def _largest_block(demand: Demand) -> int:
     return max(kind.peak(demand.micro_rows) for kind in demand.spec.kinds.values())
+
+
+def _largest_outside(demand: Demand) -> int:
+    return max((p.numel for p in demand.spec.outside if p.trained), default=0)
 
 
 def _logits(demand: Demand, chunk: int) -> int:

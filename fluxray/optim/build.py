@@ -8,6 +8,7 @@ from torch import nn
 from fluxray.config.schema import OptimConfig
 from fluxray.optim.paged import PagedMemory
 from fluxray.optim.sharded import Adam8bit, FusedAdamW, ShardedOptimizer
+from fluxray.optim.units import UnitOptimizers
 
 
 def build_sharded(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> ShardedOptimizer:
@@ -19,6 +20,11 @@ def build_sharded(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -
             return Adam8bit(parameters, config)
         case "paged_adam8bit":
             return Adam8bit(parameters, config, PagedMemory(next(iter(parameters.values())).device))
+
+
+def build_by_unit(parameters: Mapping[str, nn.Parameter], config: OptimConfig, units: Mapping[str, str]) -> UnitOptimizers:
+    """Return an optimizer for each unit (`units` names that of each parameter), so that units can step one by one."""
+    return UnitOptimizers(parameters, units, lambda own: build_sharded(own, config))
 
 
 def build_adamw(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

@@ -4,13 +4,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
-from fluxray.engine.clip import Clip
+from fluxray.engine.clip import Clip, clip_units
 from fluxray.engine.parallelize import Techniques, parallelize, prepare_stream
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.engine.stream import StreamEngine
 from fluxray.engine.stream_store import StreamSettings
 from fluxray.memory.estimate import FULL_CHUNK, Policy
-from fluxray.optim.build import build_sharded
+from fluxray.optim.build import build_by_unit, build_sharded
 from fluxray.protocols import BlockStack, Engine, LossFn
 
 
@@ -35,7 +35,11 @@ def build_engine(
     )
     runtime = Runtime(device, techniques.precision, mesh)
     masters = parallelize(stack, techniques, device, mesh, runtime.transfers)
-    return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, config.optim), _clip(config, device), runtime)
+    if config.optim.in_backward:
+        optimizer = build_by_unit(masters.named, config.optim, clip_units(stack))
+    else:
+        optimizer = build_sharded(masters.named, config.optim)
+    return ShardedEngine(stack, loss_fn, masters, optimizer, _clip(config, device), runtime)
 
 
 def build_stream_engine(

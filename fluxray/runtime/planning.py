@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fluxray.config.keys import nested
 from fluxray.config.load import build, merge
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
+from fluxray.engine.precision import AUTOCAST_DTYPES
 from fluxray.engine.stream_layout import Layout
 from fluxray.engine.stream_store import resident_indices
 from fluxray.errors import ConfigError, PlanError
@@ -162,6 +163,8 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         partly_again=config.compile and not spec.has_dropout,
         whole_copies=mixed and not split and ranks == 1,
         paged_states=config.optim.kind == "paged_adam8bit",
+        steps_in_backward=config.optim.in_backward,
+        cast_bytes=2 if config.precision in AUTOCAST_DTYPES else 0,
         asynchronous_saves=config.checkpoint.asynchronous and not stream,
         num_checkpoints=config.checkpoint.keep,
         resident_indices=lambda num: resident_indices(len(spec.blocks), num),
@@ -279,8 +282,8 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
             yield {"optim.master": "stochastic"}
         yield {"engine.weight_slots": 2, "engine.state_slots": 2}
     yield from _checkpoint_changes(config)
-    if config.engine.kind == "sharded" and config.optim.kind == "adam8bit" and config.resources.gpu > 0:
-        yield {"optim.kind": "paged_adam8bit"}
+    if config.engine.kind == "sharded":
+        yield from _sharded_changes(config)
     for factor in factors:
         yield {"batch.micro_size": size // factor}
     for fewer in range(steps - 1, 0, -1):
@@ -297,6 +300,13 @@ def _checkpoint_changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
         yield {"activation_checkpoint": "full", **dropped}
     if kind != "offload":
         yield {"activation_checkpoint": "offload", **dropped}
+
+
+def _sharded_changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    if config.optim.kind == "adam8bit" and config.resources.gpu > 0:
+        yield {"optim.kind": "paged_adam8bit"}
+    if config.clip.mode != "exact" and not config.optim.in_backward:
+        yield {"optim.in_backward": True}  # fits only where a step is one micro-batch
 
 
 def _fits(config: TrainConfig, change: Mapping[str, Any], found: MemoryPlan) -> bool:

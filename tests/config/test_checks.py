@@ -83,6 +83,21 @@ CONTRADICTIONS = {
         "optim.kind: 'paged_adam8bit' lets states go to the host, where engine.kind stream keeps them anyway; set "
         "optim.kind=adam8bit"
     ),
+    ("optim.in_backward=true", "engine.kind=stream", "activation_checkpoint=full"): (
+        "optim.in_backward: true is what engine.kind stream does by itself where clip.mode allows it; set optim.in_backward=false"
+    ),
+    ("optim.in_backward=true",): (
+        "optim.in_backward: true steps before the norm of the whole gradient is known, by which clip.mode exact clips; set "
+        "clip.mode=previous or clip.mode=block"
+    ),
+    ("optim.in_backward=true", "clip.mode=block", "precision=amp-fp16"): (
+        "optim.in_backward: true has stepped before it is known whether a gradient overflows, which precision amp-fp16 must "
+        "know; set precision=amp-bf16, or optim.in_backward=false"
+    ),
+    ("optim.in_backward=true", "clip.mode=previous"): (
+        "optim.in_backward: true frees gradients at once, and batch.accumulation_steps 4 adds them up first; set "
+        "batch.accumulation_steps=1 (and a larger batch.micro_size), or optim.in_backward=false"
+    ),
     ("storage=runs",): "storage: 'runs' is not an absolute path; workers run in other folders than you do",
 }  # fmt: skip
 
@@ -109,6 +124,7 @@ def test_consistent_keys_pass():
     resolve(overrides=["allocator=async", "resources.gpu=1", "resources.accelerator=RTX-A6000"])
     resolve(overrides=["resources.gpu=0.25"])
     resolve(overrides=["resources.gpu=1", "optim.kind=paged_adam8bit"])
+    resolve(overrides=["optim.in_backward=true", "clip.mode=block", "batch.accumulation_steps=1"])
     resolve(overrides=["resources.gpu=0.75", "resources.num_workers=2"])  # no two of them fit on one card
 
 

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fluxray.config.schema import Kernel, ModelConfig, OptimConfig
-from fluxray.engine.clip import Clip, ClipMode
+from fluxray.engine.clip import Clip, ClipMode, clip_units
 from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
-from fluxray.optim.build import build_sharded
+from fluxray.optim.build import build_by_unit, build_sharded
 from fluxray.protocols import IGNORE_INDEX, BatchKey, Engine, LossOutput, SampleId, TextBatch
 from fluxray.tasks.lm import LmTask
 
@@ -79,7 +79,11 @@ def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None) -> ShardedE
     loss_fn = LmTask(0, case.techniques.compile).loss_fn
     runtime = Runtime(case.device, case.techniques.precision, mesh)
     clip = Clip(case.clip, case.max_norm, case.device)
-    return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, case.optim), clip, runtime)
+    if case.optim.in_backward:
+        optimizer = build_by_unit(masters.named, case.optim, clip_units(stack))
+    else:
+        optimizer = build_sharded(masters.named, case.optim)
+    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime)
 
 
 EngineFactory = Callable[[EngineCase], Engine]

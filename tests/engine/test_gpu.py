@@ -171,6 +171,44 @@ def test_paged_states_are_no_memory_of_the_allocator_and_survive_being_pushed_ou
     expect_close_values(torch.tensor(traces[1].losses), torch.tensor(traces[0].losses), 1e-5, "losses")
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "adam8bit", "paged_adam8bit"])
+@pytest.mark.parametrize("precision", ["amp-bf16", "mixed-bf16"])
+@pytest.mark.usefixtures("deterministic")
+def test_stepping_in_backward_equals_stepping_after_it_bit_for_bit(
+    mesh: DeviceMesh, precision: str, kind: str, sharded: bool
+) -> None:
+    optim = OPTIM.model_copy(update={"kind": kind})
+    techniques = Techniques(precision, activation_checkpoint="full")
+    after = replace(WIDE, techniques=techniques, clip="previous", max_norm=0.1, optim=optim)
+    inside = replace(after, optim=optim.model_copy(update={"in_backward": True}))
+    on = mesh if sharded else None
+    expect_equal(train(sharded_engine(inside, on), 1), train(sharded_engine(after, on), 1))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam8bit", "paged_adam8bit"])
+def test_stepping_in_backward_takes_the_gradients_of_one_block_and_the_host_never_waits(kind: str) -> None:
+    model = model_config("gpt_neox", hidden_size=1024, num_hidden_layers=8, intermediate_size=4096)
+    peaks = []
+    for in_backward in (False, True):
+        optim = OPTIM.model_copy(update={"kind": kind, "in_backward": in_backward})
+        engine = sharded_engine(EngineCase(model, Techniques("mixed-bf16"), clip="block", optim=optim, device=CUDA))
+        micro_batches = [batch.to(CUDA) for batch in cut(1, 0)]
+        engine.train_step(micro_batches, OPTIM.lr)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.train_step(micro_batches, OPTIM.lr)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del engine
+    block = 12 * 1024 * 1024
+    assert peaks[0] > 4 * 8 * block and peaks[1] < 4 * 4 * block
+
+
 def _copy_weights(source, target) -> None:
     weights = {item.name: item.tensor for item in source.state_items() if item.section == "weights"}
     for item in target.state_items():

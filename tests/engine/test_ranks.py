@@ -41,6 +41,7 @@ WORLD = 8
 PUBLISHED = "published weights"
 ONE_BROKEN = "one broken rank"
 ONE_OVERFLOWS = "the gradient of one rank overflows"
+IN_BACKWARD = OPTIM.model_copy(update={"in_backward": True})
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 rank, 4 micro-batches": (1, 4, {}),
     "2 ranks, 1 micro-batch": (2, 1, {}),
@@ -57,6 +58,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2 ranks, clipped": (2, 2, {"max_norm": 0.1}),
     "2 ranks, clipped by block": (2, 2, {"max_norm": 0.1, "clip": "block"}),
     "2 ranks, clipped by the norms before": (2, 2, {"max_norm": 0.1, "clip": "previous"}),
+    "2 ranks, stepping in backward": (2, 1, {"max_norm": 0.1, "clip": "block", "optim": IN_BACKWARD}),
     "2 ranks, llama": (2, 2, {"model": model_config("llama")}),
     "2 ranks, qwen3 tied": (2, 2, {"model": model_config("qwen3 tied")}),
 }
@@ -84,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
     _, _, differing = CASES[name]
-    case = replace(NEOX, **differing)
+    case = replace(NEOX, **{**differing, "optim": OPTIM})
     actual, expected = _trace(folder / name), train(sharded_engine(case))
     if case.techniques.precision == "fp32":
         unclipped = case.max_norm > 1

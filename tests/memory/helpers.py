@@ -10,7 +10,8 @@ GIB = 2**30
 
 @cache
 def spec_of(model: str, *words: str) -> ModelSpec:
-    return planning.model_spec(resolve("a6000", model, [*words, "optim.master=fp32"]))  # of no matter to a spec
+    of_no_matter = ["optim.master=fp32", "clip.mode=exact"]
+    return planning.model_spec(resolve("a6000", model, [*words, *of_no_matter]))
 
 
 def planned(model: str, *words: str, profile: str = "a6000") -> MemoryPlan:

@@ -159,6 +159,46 @@ def test_paged_states_are_the_hosts_but_for_those_of_a_block():
     assert paged.bytes.device["optimizer"] == max(unit.states for unit in units) and "paged states" not in plain.bytes.host
 
 
+@pytest.mark.parametrize("profile", ["a6000", "fsdp8"])
+def test_stepping_in_backward_holds_the_gradients_of_one_block_and_of_what_is_reduced_with_it(profile):
+    words = ("engine.kind=sharded", "optim.kind=adamw", "optim.master=fp32", "clip.mode=block", "batch.accumulation_steps=1")
+    figures = ("hardware.device_memory=40GB", "hardware.tflops=200", "hardware.memory_bandwidth=1500GB/s")
+    inside, after = (
+        planned("flux2-seed", *words, *figures, f"optim.in_backward={flag}", profile=profile) for flag in ("true", "false")
+    )
+    blocks, outside = after.demand.blocks, after.demand.spec.outside
+    num_outside = max(p.numel for p in outside) if profile == "a6000" else after.demand.outside.num_gradients
+    ranks = after.demand.num_ranks
+    assert inside.bytes.device["gradients"] == 4 * (max(u.num_gradients for u in blocks) + num_outside) // ranks
+    assert after.bytes.device["gradients"] > 4 * inside.bytes.device["gradients"]
+    rest = [{key: value for key, value in found.bytes.device.items() if key != "gradients"} for found in (inside, after)]
+    assert rest[0] == rest[1]
+
+
+@pytest.mark.parametrize("precision", ["amp-fp16", "amp-bf16"])
+def test_autocast_keeps_16_bit_weights_with_the_activations(precision):
+    words = ("engine.kind=sharded", "optim.kind=adamw", "optim.master=fp32", "clip.mode=exact")
+    for checkpointing, at_once in (("full", 1), ("none", 24)):
+        amp, full = (
+            planned("flux2-seed", *words, f"activation_checkpoint={checkpointing}", f"precision={kind}")
+            for kind in (precision, "fp32")
+        )
+        block, head = amp.demand.blocks[0].num_gradients, max(p.numel for p in amp.demand.spec.outside)
+        casts = amp.bytes.device["activations"] - full.bytes.device["activations"]
+        assert casts == 2 * (at_once * block + head)
+        assert amp.bytes.device["weights"] == full.bytes.device["weights"]
+    streamed = (
+        "engine.kind=stream",
+        "optim.master=fp32",
+        "clip.mode=exact",
+        "engine.kept_blocks=2",
+        "engine.resident_blocks=0",
+        "batch.accumulation_steps=2",
+    )
+    amp, full = (planned("flux2-seed", *streamed, f"precision={kind}") for kind in (precision, "fp32"))
+    assert amp.bytes.device["activations"] - full.bytes.device["activations"] == 2 * (5 * block + head)
+
+
 def test_measured_bytes_are_told_beside_the_planned():
     found = planned("neox-20b")
     lines = comparison(found, {"device": found.device_bytes + found.device_bytes // 50, "host blocks": 50 * GIB})
