@@ -183,9 +183,12 @@ class BlockStack(nn.Module, ABC):
             state = block(state)
         return state
 
-    def forward(self, batch: Any, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
-        """Compose prologue, blocks and epilogue."""
-        return self.epilogue(self.run_blocks(self.prologue(batch)), batch, loss_fn)
+    def forward(
+        self, batch: Any, loss_fn: Callable[[Tensor, Any], Any], finish: Callable[[State, Any], Any] | None = None
+    ) -> Any:
+        """Compose prologue, blocks and epilogue with `loss_fn`; or, in the latter's place, `finish(state, batch)`."""
+        state = self.run_blocks(self.prologue(batch))
+        return self.epilogue(state, batch, loss_fn) if finish is None else finish(state, batch)
 
 
 class Task(Protocol):

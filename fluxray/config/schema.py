@@ -57,9 +57,6 @@ class StreamEngineConfig(Section):
     )
     weight_slots: int = Field(default=3, ge=1, description="places on the GPU through which the blocks' weights pass")
     state_slots: int = Field(default=3, ge=1, description="places on the GPU through which their optimizer states pass")
-    epilogue_tokens: int | None = Field(
-        default=None, ge=1, description="tokens whose logits exist at once; default: planned, at most 2048"
-    )
 
 
 class DataConfig(Section):
@@ -131,6 +128,16 @@ class OptimConfig(Section):
     def has_8_bit_moments(self) -> bool:
         """Whether the moments of large matrices are 8-bit codes."""
         return self.kind != "adamw"
+
+
+class LossConfig(Section):
+    """How the loss is taken."""
+
+    chunk_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens whose logits exist at once; default: engine.kind stream plans it, at most 2048, sharded takes all",
+    )
 
 
 class ClipConfig(Section):
@@ -252,6 +259,7 @@ class TrainConfig(Section):
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
     clip: ClipConfig = ClipConfig()
     train: TrainLoopConfig = TrainLoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -1,6 +1,7 @@
 """Training with every parameter on the GPUs: FSDP2 over N ranks, plain resident training on one."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fluxray.engine.chunked_loss import ChunkedLoss, PieceLoss
 from fluxray.engine.clip import Clip, clip_units
 from fluxray.engine.gradients import Gradients
 from fluxray.engine.in_backward import InBackward
@@ -29,10 +31,11 @@ class ShardedEngine:
     The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks
     nor on the split into micro-batches. It is clipped by the norms of whole units or of the whole gradient, all ranks included.
     A step whose loss or gradient is not finite on any rank changes neither weights nor moments on any. For fp16 the
-    loss is scaled. UnitOptimizers step inside backward (`engine/in_backward.py`).
+    loss is scaled. With `chunk_tokens` the logits of so many positions exist at once.
+    UnitOptimizers step inside backward (`engine/in_backward.py`).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - one place where all parts meet
         self,
         stack: BlockStack,
         loss_fn: LossFn,
@@ -40,8 +43,10 @@ class ShardedEngine:
         optimizer: ShardedOptimizer | UnitOptimizers,
         clip: Clip,
         runtime: "Runtime",
+        chunk_tokens: int | None = None,
     ):
         self._stack = stack
+        self._chunked = None if chunk_tokens is None else ChunkedLoss(stack, loss_fn, chunk_tokens)
         self._loss_fn = loss_fn
         self._masters = masters
         self._optimizer = optimizer
@@ -61,13 +66,12 @@ class ShardedEngine:
         divisor = num_valid.clamp(min=1.0)
         loss_sum = torch.zeros((), device=self._runtime.device)
         for batch in micro_batches:
-            with self._runtime.autocast():
-                output = self._stack(batch.to(self._runtime.device), self._loss_fn)
-            loss_sum += output.sum.detach()
+            loss, scaled = self._loss(batch.to(self._runtime.device), divisor)
+            loss_sum += loss.detach()
             if self._in_backward is not None:
                 assert len(micro_batches) == 1, "refused by check_consistent"
                 self._in_backward.begin(lr, self._runtime.sum_over_ranks(loss_sum))
-            self._scaler.scaled(output.sum / divisor).backward()
+            scaled.backward()
         loss = self._runtime.sum_over_ranks(loss_sum) / divisor
         grad_norm, withheld = self._step_after(loss, lr) if self._in_backward is None else self._in_backward.finish()
         return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
@@ -118,16 +122,29 @@ class ShardedEngine:
         self._masters.publish()
         return narrowed
 
+    def _loss(self, batch: Batch, divisor: Tensor) -> PieceLoss:
+        """Return the summed loss of a micro-batch, and what backward begins with."""
+
+        def scale(loss: Tensor) -> Tensor:
+            return self._scaler.scaled(loss / divisor)
+
+        with self._runtime.autocast():
+            if self._chunked is not None:
+                return self._stack(batch, None, partial(self._chunked.differentiable, scale=scale))
+            loss = self._stack(batch, self._loss_fn).sum
+        return PieceLoss(loss, scale(loss))
+
     def _eval_step(self, batch: Batch) -> LossOutput:
-        output = self._infer(batch, self._loss_fn)
-        num_valid = self._runtime.sum_over_ranks(float(output.num_valid))
-        return LossOutput(self._runtime.sum_over_ranks(output.sum), num_valid)
+        chunked = self._chunked
+        loss = self._infer(batch, self._loss_fn).sum if chunked is None else self._infer(batch, None, chunked.total)
+        num_valid = self._runtime.sum_over_ranks(float(batch.num_valid))
+        return LossOutput(self._runtime.sum_over_ranks(loss), num_valid)
 
     @torch.no_grad()
-    def _infer(self, batch: Batch, loss_fn: Any) -> Any:
+    def _infer(self, batch: Batch, *finish: Any) -> Any:
         self._stack.eval()
         with self._runtime.autocast():
-            output = self._stack(batch.to(self._runtime.device), loss_fn)
+            output = self._stack(batch.to(self._runtime.device), *finish)
         for module in self._sharded:
             module.reshard()  # no backward follows that would; the next step must gather anew
         return output

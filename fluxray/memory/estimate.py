@@ -187,12 +187,14 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     gathered = largest * (at_once * demand.itemsize + 2 * 4) + demand.itemsize * demand.outside.num_gradients
     kept = kept_by_sharded(demand, policy)
     casts = demand.cast_bytes * (blocks_at_once(demand) * largest + _largest_outside(demand))
+    # a piece's gradient of the head and the sum over pieces, in fp32
+    chunked = (demand.itemsize + 4) * _largest_outside(demand) if policy.epilogue_tokens < demand.micro_tokens else 0
     device = {
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
         "weights": masters // ranks + copies,
         "optimizer": states // ranks if not demand.paged_states else max(unit.states for unit in units) // ranks,
-        "gradients": 4 * (stepped if demand.steps_in_backward else num_gradients) // ranks,
+        "gradients": 4 * (stepped if demand.steps_in_backward else num_gradients) // ranks + chunked,
         "gathered blocks": 0 if ranks == 1 else gathered,
         "kept inputs": kept.inputs + demand.micro_rows * demand.spec.shared_bytes,
         "activations": kept.activations + casts,
@@ -207,7 +209,7 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     }
     if demand.paged_states:
         host["paged states"] = states
-    return Estimate(_with_validation(device, demand, 1, demand.micro_tokens), host, _disk(demand))
+    return Estimate(_with_validation(device, demand, 1, policy.epilogue_tokens), host, _disk(demand))
 
 
 def _with_validation(device: dict[str, int], demand: Demand, num_batches: int, chunk: int) -> dict[str, int]:

@@ -157,7 +157,7 @@ def _policies(demand: Demand, wanted: Wanted) -> Iterator[Policy]:
     """Yield what may be chosen from: the largest chunk of logits and the fewest resident blocks first."""
     base = Policy(wanted.weight_slots, wanted.state_slots, kept_blocks=wanted.kept_blocks or 0)
     if demand.engine == "sharded":
-        yield replace(base, epilogue_tokens=demand.micro_tokens)  # its loss sees the whole micro-batch
+        yield replace(base, epilogue_tokens=wanted.epilogue_tokens or demand.micro_tokens)
         return
     chunk = wanted.epilogue_tokens or min(FULL_CHUNK, demand.micro_tokens)
     smallest = chunk if wanted.epilogue_tokens else min(SMALLEST_CHUNK, chunk)

@@ -39,7 +39,8 @@ def build_engine(
         optimizer = build_by_unit(masters.named, config.optim, clip_units(stack))
     else:
         optimizer = build_sharded(masters.named, config.optim)
-    return ShardedEngine(stack, loss_fn, masters, optimizer, _clip(config, device), runtime)
+    clip = _clip(config, device)
+    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, config.loss.chunk_tokens)
 
 
 def build_stream_engine(
@@ -56,7 +57,7 @@ def build_stream_engine(
         engine.state_slots,
         engine.resident_blocks or 0,
         engine.kept_blocks or 0,
-        engine.epilogue_tokens or FULL_CHUNK,
+        config.loss.chunk_tokens or FULL_CHUNK,
     )
     prepare_stream(stack, config.compile, policy.kept_blocks)
     settings = StreamSettings(

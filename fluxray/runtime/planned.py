@@ -65,8 +65,9 @@ def _as_before(config: TrainConfig, run_dir: Path) -> TrainConfig:
         policy = json.loads((run_dir / POLICY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return config
-    open_keys = {key: policy[key] for key in ("resident_blocks", "kept_blocks", "epilogue_tokens") if key in policy}
+    open_keys = {key: policy[key] for key in ("resident_blocks", "kept_blocks") if key in policy}
     engine = config.engine.model_copy(
         update={key: value for key, value in open_keys.items() if getattr(config.engine, key) is None}
     )
-    return config.model_copy(update={"engine": engine})
+    chunk = config.loss.chunk_tokens or policy.get("epilogue_tokens")
+    return config.model_copy(update={"engine": engine, "loss": config.loss.model_copy(update={"chunk_tokens": chunk})})

@@ -19,7 +19,7 @@ from fluxray.engine.stream_store import resident_indices
 from fluxray.errors import ConfigError, PlanError
 from fluxray.memory import probe
 from fluxray.memory.checkpointing import again_share, choose
-from fluxray.memory.estimate import GIB, Demand, Policy, UnitBytes
+from fluxray.memory.estimate import FULL_CHUNK, GIB, Demand, Policy, UnitBytes
 from fluxray.memory.plan import MemoryPlan, Wanted, fitting_sizes, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
 from fluxray.memory.speed import Hardware
@@ -236,8 +236,9 @@ def _uses_link(config: TrainConfig) -> bool:
 
 
 def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
+    chunk = config.loss.chunk_tokens
     if not isinstance(config.engine, StreamEngineConfig):
-        return Wanted()
+        return Wanted(epilogue_tokens=chunk)
     engine, num_blocks = config.engine, len(spec.blocks)
     if engine.resident_blocks is not None and engine.resident_blocks > num_blocks:
         raise ConfigError(f"engine.resident_blocks: {engine.resident_blocks}, but the model has {num_blocks} blocks; lower it")
@@ -246,7 +247,7 @@ def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
             f"engine.kept_blocks: {engine.kept_blocks}, but before the last of the model's {num_blocks} blocks there are "
             f"{num_blocks - 1}; lower it"
         )
-    return Wanted(engine.weight_slots, engine.state_slots, engine.resident_blocks, engine.kept_blocks, engine.epilogue_tokens)
+    return Wanted(engine.weight_slots, engine.state_slots, engine.resident_blocks, engine.kept_blocks, chunk)
 
 
 def _unit_sizes(config: TrainConfig, weight: torch.dtype) -> Callable[[tuple[ParameterSpec, ...]], UnitBytes]:
@@ -282,6 +283,8 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
             yield {"optim.master": "stochastic"}
         yield {"engine.weight_slots": 2, "engine.state_slots": 2}
     yield from _checkpoint_changes(config)
+    if config.engine.kind == "sharded" and config.loss.chunk_tokens is None:
+        yield {"loss.chunk_tokens": FULL_CHUNK}
     if config.engine.kind == "sharded":
         yield from _sharded_changes(config)
     for factor in factors:

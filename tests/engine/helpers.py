@@ -72,7 +72,7 @@ def build_stack(case: EngineCase) -> CausalLMStack:
     return build_causal_lm(case.model, SEED, kernel=case.kernel)
 
 
-def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None) -> ShardedEngine:
+def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None, chunk_tokens: int | None = None) -> ShardedEngine:
     """Return the sharded engine over `mesh`, or resident for None."""
     stack = build_stack(case)
     masters = parallelize(stack, case.techniques, case.device, mesh)
@@ -83,7 +83,7 @@ def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None) -> ShardedE
         optimizer = build_by_unit(masters.named, case.optim, clip_units(stack))
     else:
         optimizer = build_sharded(masters.named, case.optim)
-    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime)
+    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, chunk_tokens)
 
 
 EngineFactory = Callable[[EngineCase], Engine]

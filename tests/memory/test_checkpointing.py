@@ -112,3 +112,13 @@ def test_what_fits_may_be_another_kind():
         "activation_checkpoint=every_n activation_checkpoint_every=2",
         "activation_checkpoint=full",
     ]
+
+
+def test_logits_of_a_sharded_run_come_in_pieces():
+    whole, pieces = seed("full"), seed("full", "loss.chunk_tokens=1024")
+    tokens, outputs = whole.demand.micro_tokens, whole.demand.spec.num_outputs
+    assert whole.bytes.device["logits"] == tokens * outputs * 12
+    assert pieces.bytes.device["logits"] == 1024 * outputs * 12
+    head = max(parameter.numel for parameter in whole.demand.spec.outside)
+    assert pieces.bytes.device["gradients"] - whole.bytes.device["gradients"] == 6 * head
+    assert pieces.device_bytes < whole.device_bytes

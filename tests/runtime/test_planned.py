@@ -84,6 +84,6 @@ def test_a_run_that_goes_on_keeps_what_was_decided_for_it(tmp_path):
         assert found is not None
         return found.policy
 
-    first = decided("hardware.host_memory=64GiB", "engine.kept_blocks=1", "engine.epilogue_tokens=100")
+    first = decided("hardware.host_memory=64GiB", "engine.kept_blocks=1", "loss.chunk_tokens=100")
     assert decided("hardware.host_memory=64GiB") == first
-    assert decided("hardware.host_memory=64GiB", "engine.epilogue_tokens=50").epilogue_tokens == 50
+    assert decided("hardware.host_memory=64GiB", "loss.chunk_tokens=50").epilogue_tokens == 50
