@@ -33,6 +33,13 @@ class NonFiniteLossError(FluxrayError):
     """The loss or the gradient is no number; trying again from the last checkpoint would only end there again."""
 
 
+class OutOfMemory(Exception):
+    """A worker's device had not the memory: no fault of the user's, since the run can go on in another cut.
+
+    The message says where it was, on which rank and how much was taken: `in step 12 (rank 0, 43.1 of 45.0 GB)`.
+    """
+
+
 def one_line(error: BaseException, limit: int = 200) -> str:
     """Return the text of another library's error on one line of at most `limit` characters, for use inside a message."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -345,8 +345,9 @@ class RunState:
 
     `step` counts finished optimizer steps, `epoch` and `position` say which samples have been consumed (`position` within the
     epoch's order), `seed` names all random streams, `num_tokens` counts the terms of all losses so far, over all ranks,
-    `num_skipped` the steps of which an update was withheld, those that overflowed in fp16 among them.
-    `micro_size` is None where the configuration alone cuts steps into micro-batches.
+    `num_skipped` the steps of which an update was withheld, those that overflowed in fp16 among them. `micro_size` is None where
+    the configuration alone cuts steps into micro-batches. `rung` counts how far the run has gone down the ladder of
+    `train.on_oom`: it decides the cut, too, and with it the last bits.
     """
 
     seed: int
@@ -357,6 +358,7 @@ class RunState:
     num_tokens: int = 0
     num_skipped: int = 0
     micro_size: MicroSize | None = None
+    rung: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""

@@ -5,8 +5,8 @@ It knows an engine and callables, no model, data set, process group or tracker, 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -158,7 +158,8 @@ class Trainer:
 
     def _step(self, state: RunState, data: MicroBatches) -> RunState:
         lr = lr_at(state.schedule, state.step)
-        output = self._engine.train_step(data.batches, lr)
+        with _doing(f"in step {state.step + 1}"):
+            output = self._engine.train_step(data.batches, lr)
         self._throughput.add(self._num_ranks * sum(batch.num_tokens for batch in data.batches))
         rows = [row for batch in data.batches if batch.key is not None for row in batch.key.samples][:NUM_NAMED]
         self._pending.append(_Pending(state.step + 1, lr, output, rows, data.metrics))
@@ -216,7 +217,7 @@ class Trainer:
             self._hooks.notify(f"step {first.pending.step}: {first}: {whole} was withheld{others}")
 
     def _evaluate(self, state: RunState) -> float:
-        with self._throughput.pause():
+        with _doing(f"in the evaluation after step {state.step}"), self._throughput.pause():
             self._engine.flush()
             loss = evaluate(self._engine, self._hooks.eval_batches())
         self._hooks.report(Report(state.step, {"eval/loss": loss, "eval/perplexity": perplexity(loss)}))
@@ -224,7 +225,7 @@ class Trainer:
 
     def _save(self, state: RunState) -> None:
         start = time.perf_counter()
-        with self._throughput.pause():
+        with _doing(f"in the save after step {state.step}"), self._throughput.pause():
             self._settle(state)
             self._engine.flush()
             self._saved = self._hooks.save(state)
@@ -235,6 +236,16 @@ class Trainer:
         """Wait until the last checkpoint is durable, and report how long that took from its beginning."""
         if self._saved is not None:
             self._hooks.report(Report(state.step, {"checkpoint/durable_s": self._saved.wait()}))
+
+
+@contextmanager
+def _doing(what: str) -> Iterator[None]:
+    """Note on whatever is raised inside what was being done."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def evaluate(engine: Engine, groups: Iterable[Sequence[Batch]]) -> float:

@@ -365,8 +365,9 @@ def test_data_is_closed_at_the_end_and_on_any_fault() -> None:
     assert run.opened == run.closed == 1
     failing = Run()
     failing.engine.losses = Broken()
-    with pytest.raises(OSError, match="device lost"):
+    with pytest.raises(OSError, match="device lost") as lost:
         failing.fit()
+    assert lost.value.__notes__ == ["in step 1"], "what was being done is told with it"
     assert failing.opened == failing.closed == 1
 
 

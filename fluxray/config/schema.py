@@ -158,6 +158,11 @@ class TrainLoopConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop", description="a step whose loss or gradient is not finite changes nothing; end the run there, or go on"
     )
+    on_oom: Literal["ladder", "stop"] = Field(
+        default="ladder",
+        description="when a device has not the memory: go on from the last checkpoint with smaller micro-batches, then with less "
+        "kept; or end the run there",
+    )
 
 
 class EvaluationConfig(Section):

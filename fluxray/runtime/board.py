@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from fluxray import errors
 from fluxray.config.schema import TrainConfig
-from fluxray.errors import FluxrayError
+from fluxray.errors import FluxrayError, OutOfMemory
 from fluxray.runtime.progress import Snapshot
 from fluxray.runtime.tracking import Target
 
@@ -26,7 +26,7 @@ SILENCE_S = 5.0
 """How much longer than the others a rank must have been silent to be named."""
 
 Fault = tuple[str, str]
-"""Name of the FluxrayError's class, and its message."""
+"""Name of the class of `fluxray.errors`, and its message: a user's fault, or an OutOfMemory."""
 
 
 class Board:
@@ -69,7 +69,7 @@ class Board:
         self._stops = True
 
     def post_fault(self, rank: int, fault: Fault) -> None:
-        """Keep a user's fault for good: whatever Ray restarts would meet it again."""
+        """Keep a fault for good: whatever Ray restarts would meet it again."""
         self._faults[rank] = fault
 
     def faults(self) -> dict[int, Fault]:
@@ -82,7 +82,7 @@ class Assignment:
     """What the driver hands each worker.
 
     `run` is a pickled function from TrainConfig and WorkerContext to RunSummary, which only the workers open. `tracking` is None
-    where nothing is logged to MLflow.
+    where nothing is logged to MLflow. `rung` is that of WorkerContext.
     """
 
     run: bytes
@@ -91,6 +91,7 @@ class Assignment:
     cache_dir: Path
     board: Any
     tracking: Target | None
+    rung: int | None = None
 
 
 def pack(function: Callable[..., Any]) -> bytes:
@@ -112,7 +113,7 @@ def read_board(board: Any, num_seen: int) -> Snapshot | None:
         return None
 
 
-def posted_fault(board: Any) -> FluxrayError | None:
+def posted_fault(board: Any) -> FluxrayError | OutOfMemory | None:
     """Return the fault of the lowest rank that met one."""
     try:
         faults: dict[int, Fault] = ray.get(board.faults.remote(), timeout=READ_TIMEOUT_S)
@@ -133,7 +134,7 @@ def silent_ranks(board: Any) -> str | None:
     return ", ".join(f"worker {rank} has said nothing since {when}" for rank, when in since.items()) or None
 
 
-def rebuild_fault(fault: Fault) -> FluxrayError:
+def rebuild_fault(fault: Fault) -> FluxrayError | OutOfMemory:
     """Return the exception that a worker met."""
     kind, message = fault
     return getattr(errors, kind, FluxrayError)(message)

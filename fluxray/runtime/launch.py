@@ -6,6 +6,7 @@ Nothing is written and nothing started before the checks have passed.
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from fluxray.config.checks import check_available
 from fluxray.config.load import from_yaml
 from fluxray.config.schema import TrainConfig
-from fluxray.errors import CheckpointError
+from fluxray.errors import CheckpointError, OutOfMemory, PlanError
 from fluxray.protocols import RunSummary
-from fluxray.runtime import cluster, tracking
+from fluxray.runtime import cluster, ladder, tracking
 from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, silent_ranks, start_board
 from fluxray.runtime.failure import explain
 from fluxray.runtime.outcome import FailedError, StoppedError
@@ -33,7 +34,7 @@ from fluxray.runtime.paths import (
     home,
     mend_registry,
 )
-from fluxray.runtime.prepare import fetch_lost, prepare, save_config
+from fluxray.runtime.prepare import Run, again, fetch_lost, prepare, save_config
 from fluxray.runtime.progress import Display, Snapshot
 from fluxray.runtime.report import WorkerFn, work
 from fluxray.runtime.stopping import in_thread, on_stop_signal
@@ -88,9 +89,28 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
             print(f"run {run.name} {'goes on' if run.resumed is not None else 'starts'} in {run.run_dir}", flush=True)
             for name in missing:
                 print(f"checkpoint {name} is gone from {run.run_dir}: not used", flush=True)
-            assignment = Assignment(pack(steps.run), run.config, run.run_dir, run.home.cache, start_board(), target)
-            summary = fit(assignment, run.run_dir, local_cores)
+            summary = _down_the_ladder(run, target, pack(steps.run), local_cores)
     return FinishedRun(run.name, run.run_dir, target.shown, summary)
+
+
+def _down_the_ladder(run: Run, target: tracking.Target, work_fn: bytes, local_cores: int | None) -> RunSummary:
+    """Fit from the rung on which the run stands; where memory does not suffice, anew on the next one."""
+    rung = ladder.begin(run.config, run.run_dir, run.resumed)
+    if rung.number:
+        print(f"out of memory earlier: goes on with {rung.words}", flush=True)
+    while True:
+        assignment = Assignment(work_fn, run.config, run.run_dir, run.home.cache, start_board(), target, rung.number)
+        try:
+            return fit(assignment, run.run_dir, local_cores)
+        except PlanError as error:
+            raise ladder.refused(run.config, run.run_dir, rung.number, error) from None
+        except OutOfMemory as error:
+            _mend_registry(run.run_dir)
+            down = ladder.step_down(run.config, run.run_dir, rung.number, str(error))
+        assert down is not None, "the driver alone writes down where a run stands"
+        rung = down.rung
+        print(down.told, flush=True)
+        tracking.note(target, {f"oom.{down.count}": down.told})
 
 
 def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluation) -> RunSummary:
@@ -113,10 +133,15 @@ def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluatio
 
 
 def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSummary:
-    """Run `assignment` on Ray Train, whose own files go to `ray_dir`; shows progress meanwhile. Raises like `train`."""
+    """Run `assignment` on Ray Train, whose own files go to `ray_dir`; shows progress meanwhile.
+
+    Raises like `train`, and OutOfMemory unless the run was asked to stop.
+    """
     config, board, name = assignment.config, assignment.board, assignment.run_dir.name
+    stops = threading.Event()
 
     def request_stop() -> None:
+        stops.set()
         print("stopping: finishing this step and saving it; once more stops at once, without saving", flush=True)
         board.request_stop.remote()
 
@@ -126,17 +151,23 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
 
     keeper = RegistryKeeper(assignment.run_dir)
     os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(config.resources.collective_timeout_s)
+    outcome: dict[str, Any]
     try:
         with on_stop_signal(request_stop), Display(poll, config.train.num_steps):
             outcome = in_thread(lambda: _fit_on_ray(assignment, ray_dir, local_cores))
     except (TrainingFailedError, RayError) as error:
         fault = posted_fault(board)
         told = explain(error, assignment.run_dir, silent_ranks(board))
-        raise fault or FailedError(f"{told}; {_again(assignment)}") from (None if fault else error)
+        if fault is None:
+            raise FailedError(f"{told}; {_again(assignment)}") from error
+        outcome = {"fault": (type(fault).__name__, str(fault))}
     except (KeyboardInterrupt, SystemExit):
         raise StoppedError(f"run {name} was stopped; {_again(assignment)}") from None
     if "fault" in outcome:
-        raise rebuild_fault(outcome["fault"])
+        fault = rebuild_fault(outcome["fault"])
+        if isinstance(fault, OutOfMemory) and stops.is_set():
+            raise StoppedError(f"run {name} was stopped, out of memory {fault}; {_again(assignment)}")
+        raise fault
     summary: RunSummary = outcome["summary"]
     if summary.eval_loss is None:
         raise StoppedError(f"run {name} was stopped at step {summary.step} and saved; {_again(assignment)}")
@@ -145,14 +176,7 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
 
 def _again(assignment: Assignment) -> str:
     """Return what the same command would do now."""
-    if assignment.tracking is None:
-        return "try again"
-    command = f"the same command with name={assignment.run_dir.name}"
-    try:
-        saved = bool(committed_checkpoints(assignment.run_dir))
-    except CheckpointError as error:
-        return str(error)
-    return f"{command} goes on from its last checkpoint" if saved else f"{command} begins anew, there is no checkpoint yet"
+    return "try again" if assignment.tracking is None else again(assignment.run_dir)
 
 
 def _fit_on_ray(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> dict[str, Any]:

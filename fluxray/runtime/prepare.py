@@ -9,7 +9,7 @@ from typing import Any
 from fluxray.config.load import flatten, from_yaml, to_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.data.sources import absolute_reference, absolute_sources
-from fluxray.errors import ConfigError
+from fluxray.errors import CheckpointError, ConfigError
 from fluxray.runtime.mirror import Mirror, of_run
 from fluxray.runtime.objectstore import StoreError
 from fluxray.runtime.paths import CONFIG_FILE, Home, committed_checkpoints, home, new_run_name, write_text
@@ -17,6 +17,7 @@ from fluxray.runtime.paths import CONFIG_FILE, Home, committed_checkpoints, home
 CHANGEABLE = (
     "train.num_steps",
     "train.log_every",
+    "train.on_oom",
     "storage",
     "resources.",
     "checkpoint.",
@@ -81,6 +82,16 @@ def fetch_lost(run: Run) -> None:
     """Fetch the newest complete checkpoint from the mirror if the run's folder has none. Raises CheckpointError."""
     if run.mirror is not None and not committed_checkpoints(run.run_dir):
         run.mirror.fetch(run.run_dir, lambda text: print(text, flush=True))
+
+
+def again(run_dir: Path) -> str:
+    """Return what the same command would do now."""
+    command = f"the same command with name={run_dir.name}"
+    try:
+        saved = bool(committed_checkpoints(run_dir))
+    except CheckpointError as error:
+        return str(error)
+    return f"{command} goes on from its last checkpoint" if saved else f"{command} begins anew, there is no checkpoint yet"
 
 
 def _reach_mirror(config: TrainConfig, run_dir: Path) -> tuple[Mirror | None, TrainConfig | None]:

@@ -9,7 +9,7 @@ import ray
 import ray.train
 
 from fluxray.config.schema import TrainConfig
-from fluxray.errors import FluxrayError
+from fluxray.errors import FluxrayError, OutOfMemory
 from fluxray.protocols import Report, RunSummary, SavedCheckpoint
 from fluxray.runtime.board import Assignment, Fault
 from fluxray.runtime.context import WorkerContext
@@ -29,10 +29,11 @@ WorkerFn = Callable[[TrainConfig, WorkerContext], RunSummary]
 
 
 def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
-    """Run on each Ray Train worker. Returns `{"summary": RunSummary}`, or `{"fault": Fault}` for a user's fault.
+    """Run on each Ray Train worker. Returns `{"summary": RunSummary}`, or `{"fault": Fault}` for what would only happen again.
 
-    Ray retries whatever is raised, and a user's fault would only happen again. So a fault that all ranks meet is returned; one
-    that some ranks meet is raised, to tear the others out of their collectives, and the next attempt returns it at once.
+    Ray retries whatever is raised, but a user's fault or a lack of memory would come again. So one that all ranks meet is
+    returned; one that some ranks meet is raised, to tear the others out of their collectives, and the next attempt returns it at
+    once.
     """
     assignment = settings["assignment"]
     train = ray.train.get_context()
@@ -56,12 +57,13 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
         checkpoints=reporter.checkpoints,
         notify=reporter.notify,
         publish=reporter.publish,
+        rung=assignment.rung,
     )
     try:
         if assignment.tracking is not None:
             reporter.adopt()
         return {"summary": run(assignment.config, context)}
-    except FluxrayError as error:
+    except (FluxrayError, OutOfMemory) as error:
         fault = (type(error).__name__, str(error))
         ray.get(assignment.board.post_fault.remote(rank, fault))
         if not _all_posted(assignment.board, num_ranks):

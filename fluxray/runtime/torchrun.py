@@ -1,7 +1,8 @@
 """The same worker without Ray: `torchrun --nproc_per_node=N -m fluxray.runtime.worker --profile P --model M key=value ...`.
 
-Rank 0 does what the driver does under Ray: checks, folder, MLflow run. There are no restarts; the same command with `name=NAME`
-goes on from the last committed checkpoint.
+Rank 0 does what the driver does under Ray: checks, folder, MLflow run. The same command with `name=NAME` goes on from the last
+committed checkpoint, and torchrun gives it again as often as its `--max-restarts` says (0 unless given). A rank whose device has
+not the memory puts the next rung down in the run's folder and fails; torchrun then ends the others, which wait for it.
 """
 
 import argparse
@@ -22,10 +23,11 @@ from fluxray.checkpoint import committed
 from fluxray.config.checks import check_available
 from fluxray.config.load import resolve
 from fluxray.config.schema import TrainConfig
-from fluxray.errors import ConfigError, FluxrayError
+from fluxray.errors import ConfigError, FluxrayError, OutOfMemory, PlanError
 from fluxray.protocols import Report, RunSummary
-from fluxray.runtime import tracking
+from fluxray.runtime import ladder, tracking
 from fluxray.runtime.context import WorkerContext
+from fluxray.runtime.outcome import FailedError
 from fluxray.runtime.prepare import Run, fetch_lost, prepare, save_config
 from fluxray.runtime.progress import Progress, Snapshot
 from fluxray.runtime.worker import preflight, run_worker
@@ -39,7 +41,7 @@ SPEAKER_S = 10.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Train as one of torchrun's processes; return the exit code: 0, 2 for the user's fault, 130 if stopped."""
+    """Train as one of torchrun's processes; return the exit code: 0, 1 out of memory, 2 for the user's fault, 130 if stopped."""
     parser = argparse.ArgumentParser(prog="python -m fluxray.runtime.worker", description="One worker of a run under torchrun.")
     parser.add_argument("--profile")
     parser.add_argument("--model")
@@ -56,6 +58,9 @@ def main(words: Sequence[str]) -> int:
         else:
             time.sleep(SPEAKER_S)
         return 2
+    except FailedError as error:
+        print(f"fluxray: failed: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -84,6 +89,10 @@ def _configured(profile: str | None, model: str | None, overrides: Sequence[str]
             f"resources.num_workers: {config.resources.num_workers}, but torchrun started {num_ranks} processes; "
             f"set resources.num_workers={num_ranks} or --nproc_per_node"
         )
+    if config.name is None and _may_restart():
+        raise ConfigError(
+            "name: is not set, and torchrun's --max-restarts would begin another run each time; set name=NAME or --max-restarts=0"
+        )
     num_here, num_cards = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count()
     if config.resources.gpu > 0 and num_here > num_cards:
         raise ConfigError(
@@ -93,8 +102,13 @@ def _configured(profile: str | None, model: str | None, overrides: Sequence[str]
     return config
 
 
+def _may_restart() -> bool:
+    """Return whether torchrun would start its processes again if one failed now."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
 def _train(config: TrainConfig, label: str, rank: int) -> tuple[str, RunSummary]:
-    run, target = _from_rank_0(rank, lambda: _start(config, label))
+    run, target, rung = _from_rank_0(rank, lambda: _start(config, label))
     writer = tracking.MetricWriter(target, _say) if rank == 0 else None
     status: tracking.Status = "FAILED"
     stop = _stop_on_signals()
@@ -109,18 +123,32 @@ def _train(config: TrainConfig, label: str, rank: int) -> tuple[str, RunSummary]
         checkpoints=committed(run.run_dir),
         notify=_say if rank == 0 else _say_nothing,
         publish=writer.artifact if writer is not None else _say_nothing,
+        rung=rung,
     )
     dist.barrier()  # every rank has listed the checkpoints before one is written or deleted
     try:
         summary = run_worker(run.config, context)
         status = "FINISHED" if summary.step == config.train.num_steps else "KILLED"
         return run.name, summary
+    except OutOfMemory as error:
+        raise _step_down(run, target, rung, error) from error
+    except PlanError as error:
+        raise ladder.refused(run.config, run.run_dir, rung, error) from None
     finally:
         if writer is not None:
             writer.close()
             problem = tracking.finish_run(target, status, run.run_dir)
             if problem:
                 _say(problem)
+
+
+def _step_down(run: Run, target: tracking.Target, rung: int, error: OutOfMemory) -> FailedError:
+    """Put the next rung down for the next start, unless another rank has; return what to fail with. Raises like `step_down`."""
+    down = ladder.step_down(run.config, run.run_dir, rung, str(error))
+    if down is None:
+        return FailedError(f"out of memory {error}")
+    tracking.note(target, {f"oom.{down.count}": down.told})
+    return FailedError(down.told if _may_restart() else f"{down.told}, once you give the same command with name={run.name}")
 
 
 def _stop_on_signals() -> threading.Event:
@@ -131,14 +159,17 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _start(config: TrainConfig, label: str) -> tuple[Run, tracking.Target]:
+def _start(config: TrainConfig, label: str) -> tuple[Run, tracking.Target, int]:
     run = prepare(config, label)
     preflight(run.config, run.home.cache)
     fetch_lost(run)
     save_config(run)
     target = tracking.start_run(run.config, run.home, run.run_dir, run.resumed)
     _say(f"run {run.name} {'goes on' if run.resumed is not None else 'starts'} in {run.run_dir}")
-    return run, target
+    rung = ladder.begin(run.config, run.run_dir, run.resumed)
+    if rung.number:
+        _say(f"out of memory earlier: goes on with {rung.words}")
+    return run, target, rung.number
 
 
 def _from_rank_0(rank: int, compute: Callable[[], T]) -> T:

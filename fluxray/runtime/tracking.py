@@ -100,6 +100,11 @@ def start_run(config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[
     return replace(target, is_down=True)
 
 
+def note(target: Target, tags: Mapping[str, str]) -> None:
+    """Have MLflow keep tags of a run that is going on; whoever sends next sends them."""
+    _write(target, [{"tags": {key: param(value) for key, value in tags.items()}}])
+
+
 def finish_run(target: Target, status: Status, run_dir: Path) -> str | None:
     """End the record truthfully and add the run's tokenizer. Returns None, or one line on what MLflow has not got yet."""
     try:

@@ -31,6 +31,7 @@ from fluxray.runtime.attention import choose_kernel, expected_kernel
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.engines import build_engine
 from fluxray.runtime.governing import Governing, governor_of
+from fluxray.runtime.ladder import Rung, at_rung, explained, saved_rung
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.planned import PLAN_FILE, plan_worker, refuse_misfit
@@ -58,12 +59,26 @@ def preflight(config: TrainConfig, cache_dir: Path) -> None:
 
 
 def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
-    """Train to the end from the newest usable checkpoint, evaluate, and return how it ended. Collective over all ranks."""
+    """Train to the end from the newest usable checkpoint, evaluate, and return how it ended. Collective over all ranks.
+
+    Raises OutOfMemory on a rank whose device has not the memory; the others then wait for it in vain.
+    """
+    rung = _rung(config, context)
+    with explained(rung.config, context.rank):
+        return _train(rung, context)
+
+
+def _rung(config: TrainConfig, context: WorkerContext) -> Rung:
+    return at_rung(config, saved_rung(context.checkpoints) if context.rung is None else context.rung)
+
+
+def _train(rung: Rung, context: WorkerContext) -> RunSummary:
+    config = rung.config
     parts = build_parts(config, context)
-    initial = RunState(seed=config.seed, schedule=build_schedule(config.optim, config.train.num_steps))
+    initial = RunState(config.seed, build_schedule(config.optim, config.train.num_steps), rung=rung.number)
     state = _resume(parts, context, initial)
     if context.rank == 0:
-        _describe_run(config, parts, context)
+        _describe_run(rung, parts, context)
         context.notify(parts.data.summary())
     uploads = _start_uploads(config, context)
     if state is not initial:
@@ -114,6 +129,7 @@ def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
 def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     """Evaluate the newest usable checkpoint on the held-out split. Collective over all ranks."""
     context.notify("loading data, model and checkpoint")
+    config = _rung(config, context).config
     parts = build_parts(config, context)
     reader = _load_newest(parts, context)
     if reader is None:
@@ -205,12 +221,13 @@ def _forward_flops(stack: CausalLMStack, length: int) -> int:
 def _resume(parts: Parts, context: WorkerContext, initial: RunState) -> RunState:
     """Load the newest usable checkpoint into the engine and return its state; `initial` if there is none.
 
-    The saved schedule goes on; only its length may have been changed since.
+    The saved schedule goes on; only its length may have been changed since, and the rung.
     """
     reader = _load_newest(parts, context)
     if reader is None:
         return initial
-    state = replace(reader.state, schedule=replace(reader.state.schedule, total_steps=initial.schedule.total_steps))
+    schedule = replace(reader.state.schedule, total_steps=initial.schedule.total_steps)
+    state = replace(reader.state, schedule=schedule, rung=initial.rung)
     if state.step > state.schedule.total_steps:
         raise ConfigError(f"train.num_steps: {state.schedule.total_steps}, but {reader.directory.name} is further; raise it")
     context.notify(f"resumed at step {state.step} from {reader.directory.name}")
@@ -263,14 +280,15 @@ def _start_uploads(config: TrainConfig, context: WorkerContext) -> Uploads:
     return uploads
 
 
-def _describe_run(config: TrainConfig, parts: Parts, context: WorkerContext) -> None:
-    """Put the plan beside the run, and the library's config.json and the tokenizer, for evaluation and export."""
+def _describe_run(rung: Rung, parts: Parts, context: WorkerContext) -> None:
+    """Put the plan of each rung beside the run, and the library's config.json and the tokenizer, for evaluation and export."""
     run_dir = context.run_dir
     parts.stack.model.config.save_pretrained(run_dir / MODEL_DIR)
     shutil.copytree(parts.data.tokenizer_dir, run_dir / "tokenizer", dirs_exist_ok=True)
     if parts.plan is not None:
-        write_text(run_dir / PLAN_FILE, "\n".join([*describe(config, parts.plan, run_dir.name), ""]))
-        context.publish(PLAN_FILE)
+        name = f"plan-rung-{rung.number}.txt" if rung.number else PLAN_FILE
+        write_text(run_dir / name, "\n".join([*describe(rung.config, parts.plan, run_dir.name), ""]))
+        context.publish(name)
 
 
 if __name__ == "__main__":

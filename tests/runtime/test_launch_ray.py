@@ -297,6 +297,47 @@ def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(cluster, storag
     assert mlflow_runs(storage, "stopped") == (["FINISHED"], [list(range(1, 31))])
 
 
+def short_of_memory(config, context):
+    """Have not the memory on rank 1 at step 5, while rank 0 waits for it; one rung lower, on both at step 7."""
+    import torch.distributed as dist
+
+    from fluxray.errors import OutOfMemory
+
+    start = newest(context)
+    say(context, f"rank {context.rank}, rung {context.rung}, from step {start}")
+    for step in range(start + 1, config.train.num_steps + 1):
+        if (step, context.rung) == (7, 1) or (step, context.rung, context.rank) == (5, 0, 1):
+            raise OutOfMemory(f"in step {step} (rank {context.rank})")
+        dist.barrier()
+        context.report(Report(step, {"train/loss": 1 / step}))
+        if step % config.checkpoint.every_steps == 0:
+            saved = save(context, step) if context.rank == 0 else context.run_dir / f"step_{step:08d}"
+            dist.barrier()
+            context.report(Report(step, {}, SavedCheckpoint(saved, lambda: 0.0)))
+            time.sleep(0.3)
+    return RunSummary(config.train.num_steps, 0.5, 1.0, 2.7, None)
+
+
+def test_where_one_rank_has_not_the_memory_all_go_on_one_rung_lower(cluster, storage, capsys):
+    from mlflow import MlflowClient
+
+    asked = {"resources.num_workers": 2, "resources.max_failures": 0, "batch.micro_size": 4, "batch.accumulation_steps": 1}
+    done = launch(configure(storage, "short", **asked), short_of_memory)
+    assert done.summary.step == 8
+    assert sorted(said(storage, "short")) == [
+        f"rank {rank}, rung {rung}, from step {start}" for rank in (0, 1) for rung, start in enumerate((0, 4, 6))
+    ]
+    told = [
+        "out of memory in step 5 (rank 1): goes on from step 4 with batch.micro_size=2 batch.accumulation_steps=2",
+        "out of memory in step 7 (rank 0): goes on from step 6 with batch.micro_size=1 batch.accumulation_steps=4",
+    ]
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("out of memory")] == told
+    assert mlflow_runs(storage, "short") == (["FINISHED"], [list(range(1, 9))])
+    client = MlflowClient(tracking_uri=f"sqlite:///{storage / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("fluxray").experiment_id], "tags.`fluxray.run` = 'short'")
+    assert [run.data.tags["oom.1"], run.data.tags["oom.2"]] == told
+
+
 def one_rank_at_fault(config, context):
     """Meet a fault on rank 1 while rank 0 waits for it in a collective."""
     import torch.distributed as dist

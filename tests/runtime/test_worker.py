@@ -149,6 +149,7 @@ PERTURBED: dict[str, Any] = {
     "position": lambda s: replace(s, position=s.position + 4),
     "num_tokens": lambda s: replace(s, num_tokens=s.num_tokens + 1),
     "num_skipped": lambda s: replace(s, num_skipped=s.num_skipped + 1),
+    "rung": lambda s: replace(s, rung=s.rung + 1),
     "schedule.kind": lambda s: replace(s, schedule=replace(s.schedule, kind="linear")),
     "schedule.peak_lr": lambda s: replace(s, schedule=replace(s.schedule, peak_lr=2 * s.schedule.peak_lr)),
     "schedule.warmup_steps": lambda s: replace(s, schedule=replace(s.schedule, warmup_steps=8)),
