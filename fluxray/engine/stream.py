@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fluxray.config.schema import OptimConfig
 from fluxray.engine.clip import Clip
+from fluxray.engine.offload import Offload, Parcel
 from fluxray.engine.parallelize import cast_buffers
 from fluxray.engine.precision import Precision
 from fluxray.engine.scaler import LossScaler
@@ -63,6 +64,7 @@ class StreamEngine:
         self._device = device
         self._model = Computation(stack, loss_fn, device, precision, settings.epilogue_tokens)
         self._transfers = transfers or transfers_of(device)
+        self._offload = Offload(self._transfers, device) if settings.offload_inputs else None
         self._weight_dtype = weight = torch.bfloat16 if precision == "mixed-bf16" else torch.float32
         inside, outside = split_parameters(stack)
         self._units = [Unit(f"{block.name}.", own, optim, weight) for block, own in zip(stack.blocks, inside, strict=True)]
@@ -202,18 +204,29 @@ class StreamEngine:
         """Run all blocks but the last; return their graphs: [block][k]."""
         graphs: list[list[Graph]] = []
         for index in self._blocks.visit(self._blocks.all, self._blocks.last):
-            graphs.append([self._run(step, index, k, graphs) for k in range(len(step.batches))])
+            sent: list[Parcel] = []
+            of_block: list[Graph] = []
+            for k in range(len(step.batches)):
+                if self._offload is not None:
+                    sent.append(self._offload.send(self._input(step, k, graphs).carry))
+                of_block.append(self._run(step, index, k, graphs))
+            graphs.append(of_block)
+            for parcel in sent:
+                parcel.leave()
+            step.sent.append(sent)
         return graphs
 
     def _run(self, step: Pass, index: int, k: int, graphs: list[list[Graph]]) -> Graph:
         """Run a block on micro-batch k, behind the last of `graphs`."""
-        state = step.embedded[k]
-        if graphs:
-            state = state._replace(carry=graphs[-1][k].carry)
+        state = self._input(step, k, graphs)
         with self._units[index].saving_places():
             graph = self._model.differentiable_block(index, state, step.shared_names)
         self._observe("forward", index, k)
         return graph
+
+    @staticmethod
+    def _input(step: Pass, k: int, graphs: list[list[Graph]]) -> State:
+        return step.embedded[k]._replace(carry=graphs[-1][k].carry) if graphs else step.embedded[k]
 
     def _backward_blocks(self, step: Pass, graphs: list[list[Graph]]) -> None:
         """Differentiate block after block and step each, or hold its gradient back; empties `graphs`."""
@@ -221,6 +234,10 @@ class StreamEngine:
         for index in self._blocks.visit(self._blocks.all[::-1], backward=True):
             self._gradients.begin(self._units[index].layout, dtype)
             is_last = index == self._blocks.last
+            for parcel in [] if is_last else step.sent.pop():
+                parcel.arrive()
+            for parcel in step.sent[-1] if step.sent else []:
+                parcel.fetch()
             of_block = [] if is_last else graphs.pop()[::-1]
             for k in range(len(step.batches)):
                 graph = self._run(step, index, k, graphs) if is_last else of_block.pop()

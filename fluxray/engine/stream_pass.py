@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fluxray.engine.offload import Parcel
 from fluxray.engine.stream_compute import Tensors
 from fluxray.protocols import Batch, State
 
@@ -13,7 +14,8 @@ from fluxray.protocols import Batch, State
 class Pass:
     """One optimizer step under way. `carry_gradients[k]` and `shared_gradients[k]` are those of micro-batch k, so far.
 
-    `shared_names` are the shared tensors that the loss can be differentiated by, `ok` holds 1 or 0 for each clip unit.
+    `shared_names` are the shared tensors that the loss can be differentiated by, `ok` holds 1 or 0 for each clip unit, `sent` of
+    each block the inputs that wait on the host.
     """
 
     batches: Sequence[Batch]
@@ -25,6 +27,7 @@ class Pass:
     loss_sum: Tensor
     carry_gradients: list[Tensors] = field(default_factory=list)
     shared_gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    sent: list[list[Parcel]] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     ok: list[Tensor] = field(default_factory=list)
 

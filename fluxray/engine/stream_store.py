@@ -24,12 +24,14 @@ class StreamSettings:
 
     `weight_slots` and `state_slots` are the slots on the device that blocks pass through, `resident_blocks` the number of blocks
     that stay there and have no host copy, `epilogue_tokens` the number of tokens whose logits exist at once.
+    `offload_inputs`: what goes into blocks waits on the host for their backward.
     """
 
     weight_slots: int = 3
     state_slots: int = 3
     resident_blocks: int = 0
     epilogue_tokens: int = 2048
+    offload_inputs: bool = False
 
 
 def resident_indices(num_blocks: int, num_resident: int) -> list[int]:

@@ -125,7 +125,7 @@ def fitting_sizes(found: MemoryPlan, sizes: Iterable[int], misfits: bool = False
     fitting: dict[int, int] = {}
     for size in sizes:
         demand = replace(found.demand, micro_rows=size, num_micro_batches=found.demand.rank_rows // size)
-        whole = demand.engine == "sharded" and found.policy.epilogue_tokens == found.demand.micro_tokens  # the loss sees all of it
+        whole = demand.engine == "sharded" and found.policy.epilogue_tokens == found.demand.micro_tokens
         policy = replace(found.policy, epilogue_tokens=demand.micro_tokens) if whole else found.policy
         one = replace(found, demand=demand, policy=policy, bytes=estimate(demand, policy))
         if misfits or all(short.place != "device" for short in one.shortfalls):

@@ -59,12 +59,13 @@ def build_stream_engine(
         engine.kept_blocks or 0,
         config.loss.chunk_tokens or FULL_CHUNK,
     )
-    prepare_stream(stack, config.compile, policy.kept_blocks)
+    prepare_stream(stack, config.compile, policy.kept_blocks, policy.kept_operations)
     settings = StreamSettings(
         weight_slots=policy.weight_slots,
         state_slots=policy.state_slots,
         resident_blocks=policy.resident_blocks,
         epilogue_tokens=policy.epilogue_tokens,
+        offload_inputs=config.activation_checkpoint == "offload",
     )
     return StreamEngine(stack, loss_fn, config.optim, _clip(config, device), settings, config.precision, device)
 

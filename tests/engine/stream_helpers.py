@@ -43,7 +43,7 @@ FORMATS: dict[str, EngineCase] = {
 def stream_engine(
     case: EngineCase, settings: StreamSettings | None = None, transfers: Transfers | None = None, kept_blocks: int = 0
 ) -> StreamEngine:
-    """Return the stream engine of a case. It recomputes activations whatever the case says."""
+    """Return the stream engine of a case. It recomputes activations whatever the case says, but for what is kept of blocks."""
     return stream_of(build_stack(case), LmTask(0).loss_fn, case, settings, transfers, kept_blocks)
 
 
@@ -56,7 +56,7 @@ def stream_of(
     kept_blocks: int = 0,
 ) -> StreamEngine:
     """Return the stream engine on a stack; model of `case` is of no matter."""
-    prepare_stream(stack, case.techniques.compile, kept_blocks)
+    prepare_stream(stack, case.techniques.compile, kept_blocks, case.techniques.kept_operations)
     clip = Clip(case.clip, case.max_norm, case.device)
     settings = settings or StreamSettings()
     return StreamEngine(stack, loss_fn, case.optim, clip, settings, case.techniques.precision, case.device, transfers)

@@ -9,8 +9,20 @@ import pytest
 import torch
 
 from fluxray.engine.parallelize import Techniques
+from fluxray.engine.stream_store import StreamSettings
 from fluxray.memory.operations import Operation
-from tests.engine.helpers import OPTIM, EngineCase, cut, expect_close, expect_equal, model_config, sharded_engine, train
+from tests.engine.helpers import (
+    OPTIM,
+    EngineCase,
+    cut,
+    expect_close,
+    expect_close_values,
+    expect_equal,
+    model_config,
+    sharded_engine,
+    train,
+)
+from tests.engine.stream_helpers import run_steps, stream_engine
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts; deterministic products need it
 
@@ -99,3 +111,21 @@ def test_inputs_leave_the_device_and_the_host_never_waits_for_it() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert held["full"] - held["offload"] >= 10 * 4 * batch.num_tokens * 1024
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_streamed_blocks_keep_operations_or_send_their_inputs_away_and_no_bit_changes() -> None:
+    plain = EngineCase(model_config("gpt_neox", **SHAPE, **DROPOUT), Techniques("mixed-bf16"), device=CUDA, clip="previous")
+    chosen = replace(plain, techniques=replace(plain.techniques, kept_operations=((QKV, UP),) * (LAYERS - 1)))
+    expected = run_steps(stream_engine(plain))
+    assert run_steps(stream_engine(chosen)) == expected
+    assert run_steps(stream_engine(plain, StreamSettings(offload_inputs=True))) == expected
+    assert run_steps(stream_engine(plain, StreamSettings(offload_inputs=True), kept_blocks=2)) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed-bf16"])
+def test_the_loss_in_pieces_equals_the_whole(precision: Any) -> None:
+    case = EngineCase(model_config("gpt_neox", **SHAPE), Techniques(precision), device=CUDA)
+    pieces, whole = (train(sharded_engine(case, chunk_tokens=count)) for count in (16, None))
+    tolerance = 1e-5 if precision == "fp32" else 1e-3
+    expect_close_values(torch.tensor(pieces.losses), torch.tensor(whole.losses), tolerance, "losses")
