@@ -77,8 +77,9 @@ def prepare_stream(
     """Prepare a stack for the stream engine: blocks keep their input and compute the rest again when backward reaches them.
 
     The last block, whose backward follows at once, and `kept_blocks` before it keep everything; the others keep the results of
-    `kept_operations`, given for each block, too. Where the checkpoint is compiled with the block, backward computes again only what it needs: not the block's last matrix products, whose result is known.
-    Dropout wants its generator to be set anew for that, which a compiled checkpoint does not do.
+    `kept_operations`, given for each block, too. Where the checkpoint is compiled with the block, backward computes again only
+    what it needs: not the block's last matrix products, whose result is known. Dropout wants its generator to be set anew for
+    that, which a compiled checkpoint does not do.
     """
     again = stack.blocks[: max(len(stack.blocks) - 1 - kept_blocks, 0)]
     inside = compiles and not stack.has_dropout

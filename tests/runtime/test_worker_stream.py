@@ -1,5 +1,6 @@
 """A streamed run from configuration to export on a CPU, without Ray: stopped, killed, resumed to the bit, evaluated, reported."""
 
+import json
 import os
 import signal
 import subprocess
@@ -247,3 +248,17 @@ def test_on_a_gpu_memory_is_within_the_plan_and_waits_are_told(tmp_path: Path, c
     assert found["memory/measured_device_gib"] < 1.2 * found["memory/planned_device_gib"]
     assert all(r.metrics["perf/wait_fetch_s"] >= 0 for r in reports if "perf/of_floor" in r.metrics)
     assert published == ["plan.txt", "memory.png"]
+
+
+@pytest.mark.parametrize("words", [("offload",), ("selective", "activation_checkpoint_budget=200KB")])
+def test_activations_kept_in_another_way_change_no_bit(
+    words: tuple[str, ...], tmp_path: Path, cache: Path, uninterrupted
+) -> None:
+    reports, _ = run(stream(f"activation_checkpoint={words[0]}", *words[1:], "train.num_steps=3"), tmp_path / "other", cache)
+    losses, expected = (
+        [report.metrics["train/loss"] for report in found if "train/loss" in report.metrics][:3]
+        for found in (reports, uninterrupted[1])
+    )
+    assert losses == expected
+    policy = json.loads((tmp_path / "other" / "policy.json").read_text())
+    assert any(policy["kept_operations"]) == (words[0] == "selective")
