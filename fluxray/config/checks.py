@@ -53,10 +53,11 @@ def _check_rows(config: TrainConfig) -> None:
             f"data.length_grouping: true, but packed rows all have data.max_slice {data.max_slice} tokens; "
             f"set data.packing=false, or drop it"
         )
-    _check_dynamic(config.batch)
+    _check_dynamic(config)
 
 
-def _check_dynamic(batch: BatchConfig) -> None:
+def _check_dynamic(config: TrainConfig) -> None:
+    batch = config.batch
     low, high = batch.min_micro_size, batch.max_micro_size
     if not batch.dynamic:
         for key in ("min_micro_size", "max_micro_size"):
@@ -71,6 +72,11 @@ def _check_dynamic(batch: BatchConfig) -> None:
         raise ConfigError(
             f"batch.micro_size: {batch.micro_size} is what batch.dynamic begins with, and not from batch.min_micro_size {low} to "
             f"batch.max_micro_size {high}; set it, or the bounds, so that it is"
+        )
+    if config.optim.in_backward:
+        raise ConfigError(
+            "batch.dynamic: true changes the number of micro-batches in a step, and optim.in_backward wants one; "
+            "set one of the two to false"
         )
     if len(batch.dynamic_sizes) == 1:
         raise ConfigError(

@@ -117,20 +117,18 @@ def plan(demand: Demand, hardware: Hardware, wanted: Wanted) -> MemoryPlan:
 
 
 def fitting_sizes(found: MemoryPlan, sizes: Iterable[int], misfits: bool = False) -> dict[int, int]:
-    """Return bytes of one device by rows of a micro-batch, of those sizes for which the device has the memory.
+    """Return bytes of one device by rows of a micro-batch, of those sizes for which the device has the memory, or of all."""
+    plans = [cut_anew(found, size) for size in sizes]
+    fitting = [one for one in plans if misfits or all(short.place != "device" for short in one.shortfalls)]
+    return {one.demand.micro_rows: one.device_bytes for one in fitting}
 
-    A step has the same rows, cut into micro-batches of that size, and the policy is left as it is. `misfits` are included on
-    demand.
-    """
-    fitting: dict[int, int] = {}
-    for size in sizes:
-        demand = replace(found.demand, micro_rows=size, num_micro_batches=found.demand.rank_rows // size)
-        whole = demand.engine == "sharded" and found.policy.epilogue_tokens == found.demand.micro_tokens
-        policy = replace(found.policy, epilogue_tokens=demand.micro_tokens) if whole else found.policy
-        one = replace(found, demand=demand, policy=policy, bytes=estimate(demand, policy))
-        if misfits or all(short.place != "device" for short in one.shortfalls):
-            fitting[size] = one.device_bytes
-    return fitting
+
+def cut_anew(found: MemoryPlan, micro_rows: int) -> MemoryPlan:
+    """Return the plan of the same step under the same policy, cut into micro-batches of `micro_rows`; its speed stays."""
+    demand = replace(found.demand, micro_rows=micro_rows, num_micro_batches=found.demand.rank_rows // micro_rows)
+    whole = demand.engine == "sharded" and found.policy.epilogue_tokens == found.demand.micro_tokens
+    policy = replace(found.policy, epilogue_tokens=demand.micro_tokens) if whole else found.policy
+    return replace(found, demand=demand, policy=policy, bytes=estimate(demand, policy))
 
 
 def _planned(demand: Demand, policy: Policy, hardware: Hardware) -> MemoryPlan:

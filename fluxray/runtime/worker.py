@@ -19,7 +19,7 @@ from fluxray.engine.stream import StreamEngine
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export import MODEL_DIR
 from fluxray.memory.governor import Governor
-from fluxray.memory.plan import MemoryPlan
+from fluxray.memory.plan import MemoryPlan, cut_anew
 from fluxray.metrics import StepMemory, Throughput, count_forward_flops, measure_matrix_tflops
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, has_dropout, library_config
 from fluxray.models.verify import check_stack
@@ -89,7 +89,7 @@ def _train(rung: Rung, context: WorkerContext) -> RunSummary:
     state = governing.begin(state, config.batch.micro_size) if governing else replace(state, micro_size=None)
     watch = RunWatch(
         parts.engine,
-        parts.plan,
+        parts.plan and (cut_anew(parts.plan, state.micro_size.rows) if state.micro_size else parts.plan),
         parts.device,
         context.run_dir,
         context.notify,

@@ -24,6 +24,10 @@ CONTRADICTIONS = {
     ("batch.dynamic=true", "batch.min_micro_size=32"): (
         "batch.min_micro_size: 32 is above batch.max_micro_size 16; lower it, or raise the other"
     ),
+    ("batch.dynamic=true", "optim.in_backward=true", "clip.mode=block", "batch.accumulation_steps=1"): (
+        "batch.dynamic: true changes the number of micro-batches in a step, and optim.in_backward wants one; "
+        "set one of the two to false"
+    ),
     ("batch.dynamic=true", "batch.micro_size=2"): (
         "batch.micro_size: 2 is what batch.dynamic begins with, and not from batch.min_micro_size 4 to batch.max_micro_size 16; "
         "set it, or the bounds, so that it is"

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from fluxray.engine.parallelize import Techniques
 from fluxray.engine.scaler import INITIAL_SCALE
 from fluxray.errors import ConfigError
 from fluxray.models.causal_lm import library_config
-from fluxray.protocols import RunState, Schedule
+from fluxray.protocols import IGNORE_INDEX, RunState, Schedule, TextBatch
 from fluxray.ranks import Ranks
 from tests.engine.helpers import (
     EIGHT_BIT,
@@ -32,6 +33,7 @@ from tests.engine.helpers import (
     cut,
     expect_close,
     expect_close_values,
+    make_batch,
     model_config,
     sharded_engine,
     train,
@@ -42,6 +44,7 @@ PUBLISHED = "published weights"
 ONE_BROKEN = "one broken rank"
 ONE_OVERFLOWS = "the gradient of one rank overflows"
 IN_BACKWARD = OPTIM.model_copy(update={"in_backward": True})
+UNEVEN = "2 ranks, one without rows in the last round"
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 rank, 4 micro-batches": (1, 4, {}),
     "2 ranks, 1 micro-batch": (2, 1, {}),
@@ -93,6 +96,14 @@ def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
         expect_close(actual, expected, gradient=1e-6 if unclipped else 1e-5)
     else:  # partial sums are rounded to 16 bits at other places
         expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
+
+
+def test_a_rank_without_rows_in_a_round_does_not_matter(folder: Path) -> None:
+    expect_close(_trace(folder / UNEVEN), train(sharded_engine(NEOX)))
+
+
+def test_ranks_learn_the_highest_number_of_any(folder: Path) -> None:
+    assert json.loads((folder / UNEVEN / "highest.json").read_text()) == [2.0**40 + 1] * 2
 
 
 @pytest.mark.parametrize("name", EIGHT_BIT_CASES)
@@ -242,13 +253,39 @@ def _rank_main(rank: int, folder: str) -> None:
                 _run(Path(folder, name), NEOX, meshes[num_ranks], 1, steps)
             dist.barrier()
     if rank < 2:
+        _run(Path(folder, UNEVEN), NEOX, meshes[2], 2, (0, LAST_STEP), cut_unevenly)
+        _agree(Path(folder, UNEVEN), meshes[2], rank)
         _break_one(Path(folder, ONE_BROKEN), meshes[2], rank)
         _overflow_one(Path(folder, ONE_OVERFLOWS), meshes[2], rank)
     _load_published(Path(folder, PUBLISHED), meshes[WORLD], rank)
     dist.destroy_process_group()
 
 
-def _run(directory: Path, case: EngineCase, mesh: DeviceMesh, num_micro_batches: int, steps: tuple[int, int]) -> None:
+def cut_unevenly(num_micro_batches: int, step: int, rank: int, num_ranks: int) -> list[TextBatch]:
+    """Return rank 0's or rank 1's micro-batches of all rows in two rounds; in the second, rank 0 has a zero-weight row."""
+    if rank == 1:
+        return [make_batch(range(4, 7), step), make_batch([7], step)]
+    weightless = make_batch([0], step)
+    targets = torch.full_like(weightless.targets, IGNORE_INDEX)
+    return [make_batch(range(4), step), replace(weightless, targets=targets, num_valid=0)]
+
+
+def _agree(folder: Path, mesh: DeviceMesh, rank: int) -> None:
+    """Write what both ranks find to be the highest number."""
+    found: list[float] = [0.0] * mesh.size()
+    dist.all_gather_object(found, Ranks.of_group(mesh.get_group()).highest(2**40 + rank), mesh.get_group())
+    if rank == 0:
+        (folder / "highest.json").write_text(json.dumps(found))
+
+
+def _run(
+    directory: Path,
+    case: EngineCase,
+    mesh: DeviceMesh,
+    num_micro_batches: int,
+    steps: tuple[int, int],
+    cutting: Callable[[int, int, int, int], list[TextBatch]] = cut,
+) -> None:
     """Train from step to step on one mesh, resuming if a checkpoint stands there, and save after the first and the last."""
     rank, num_ranks, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
     engine = sharded_engine(case, mesh)
@@ -256,7 +293,7 @@ def _run(directory: Path, case: EngineCase, mesh: DeviceMesh, num_micro_batches:
         engine.load_items(checkpoint.CheckpointReader(directory / checkpoint.directory_name(steps[0])))
     losses, norms = [], []
     for step in range(*steps):
-        output = engine.train_step(cut(num_micro_batches, step, rank, num_ranks), OPTIM.lr)
+        output = engine.train_step(cutting(num_micro_batches, step, rank, num_ranks), OPTIM.lr)
         losses.append(output.loss.item())
         norms.append(output.grad_norm.item())
         if step + 1 in (1, steps[1]):

@@ -4,7 +4,6 @@ Memory is made up here: what a step takes depends on the largest micro-batch tha
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -13,18 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fluxray import checkpoint
 from fluxray.config.load import resolve
 from fluxray.config.schema import TrainConfig
+from fluxray.data.loader import PREFETCHED_STEPS
 from fluxray.engine.sharded import ShardedEngine
 from fluxray.engine.stream import StreamEngine
 from fluxray.memory import governor
 from fluxray.metrics import StepMemory
-from fluxray.protocols import MicroSize, Report, RunState
+from fluxray.protocols import MicroSize, Report, RunState, Schedule
+from fluxray.ranks import ALONE
 from fluxray.runtime.context import WorkerContext
+from fluxray.runtime.governing import Governing
 from fluxray.runtime.worker import run_worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +49,6 @@ SMALL = (
 )
 DYNAMIC = "batch.dynamic=true"
 DROPOUT = "model.config.hidden_dropout=0.1"
-UNPACKED = ("data.packing=false", "data.length_grouping=true")
 NOT_NEARLY_FULL, FULL = 2**29, int(0.97 * 2**30)
 
 
@@ -219,32 +218,34 @@ def test_a_run_may_go_on_without_it_or_with_other_bounds(
         assert (state.micro_size is not None) == bool(words)
 
 
-def test_two_ranks_decide_by_the_fuller_one_and_learn_what_one_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
-) -> None:
-    mp.start_processes(_rank_main, (str(tmp_path), str(cache)), 2, start_method="spawn")
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    fill(monkeypatch, lambda tokens: NOT_NEARLY_FULL)
-    alone, _ = run(small(*TWO_RANKS, "resources.num_workers=1", "batch.accumulation_steps=4"), tmp_path / "alone", cache)
-    losses = torch.tensor([value for _, key, value in first if key == "train/loss"])
-    torch.testing.assert_close(losses, torch.tensor([v for _, _, v in values(alone, "train/loss")]), rtol=1e-5, atol=0)
-    assert [value for _, key, value in first if key == "batch/micro_size"] == [4.0] * 10
-    assert sizes(alone)[-1] == 8.0
+def test_ranks_decide_alike_by_the_fuller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks in step, of which first none and then the second alone has too little room."""
+    readings = {0: 0, 1: 0}
+    ranks = replace(ALONE, highest=lambda number: float(max(number, *readings.values())))
+    one = governor.Governor({4: 10, 8: 20, 16: 40}, 100, PREFETCHED_STEPS)
+    memories = [StepMemory(torch.device("cpu")) for _ in readings]
+    for rank, memory in enumerate(memories):
+        monkeypatch.setattr(memory, "read", lambda rank=rank: readings[rank])
+    both = [Governing(one, memory, ranks, lambda _: None) for memory in memories]
+    states = [rank.begin(RunState(0, Schedule("constant", 1.0, 0, 1, 0.0)), 4) for rank in both]
+    seen: list[int] = []
+    for step in range(30):
+        readings |= {0: 20, 1: 20 if step < 12 else 99}
+        states = [rank.after_step(replace(state, step=step + 1)) for rank, state in zip(both, states, strict=True)]
+        assert states[0] == states[1] and states[0].micro_size is not None
+        seen.append(states[0].micro_size.at(step + 1))
+    assert max(seen) == 8 and seen[-1] == 4
 
 
-TWO_RANKS = (DYNAMIC, *UNPACKED, "train.num_steps=10", "resources.num_workers=2", "batch.accumulation_steps=2")
-
-
-def _rank_main(rank: int, folder: str, cache: str) -> None:
-    """Train on two ranks, of which the second alone has no room to grow."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        fill(patch, lambda tokens: NOT_NEARLY_FULL if rank == 0 else int(0.92 * 2**30))
-        reports: list[Report] = []
-        arguments = (rank, 2, rank, Path(folder, "run"), Path(cache), reports.append, lambda _: False, [], lambda _: None)
-        run_worker(small(*TWO_RANKS), WorkerContext(*arguments))
-    Path(folder, f"{rank}.json").write_text(json.dumps(values(reports, *KEPT, "batch/padding_share")))
-    dist.destroy_process_group()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_larger_micro_batches_take_more_and_a_resumed_run_cuts_alike(tmp_path: Path, cache: Path) -> None:
+    words = (DYNAMIC, "resources.gpu=1", "data.max_slice=128", "hardware.memory_bandwidth=1TB/s", "checkpoint.keep=5")
+    whole, _ = run(small(*words), tmp_path / "whole", cache)
+    assert sizes(whole) == [4.0] * 10 + [8.0] * 10 + [16.0] * 4
+    saved = [checkpoint.CheckpointReader(tmp_path / "whole" / f"step_{step:08}").state.micro_size for step in (5, 15, 24)]
+    peaks = [size.peak for size in saved if size is not None]
+    assert 0 < peaks[0] < peaks[1] < peaks[2]
+    shutil.copytree(tmp_path / "whole" / "step_00000020", tmp_path / "rest" / "step_00000020")
+    rest, _ = run(small(*words), tmp_path / "rest", cache)
+    assert sizes(rest) == sizes(whole)[20:]

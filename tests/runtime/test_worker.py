@@ -270,7 +270,8 @@ def test_more_processes_than_gpus_are_refused_before_nccl_meets_them(monkeypatch
 
 
 def test_the_same_worker_runs_under_torchrun(tmp_path: Path) -> None:
-    words = [*SMALL, "resources.num_workers=2", "batch.accumulation_steps=1", "name=without-ray", f"storage={tmp_path}"]
+    dynamic = ["batch.dynamic=true", "batch.min_micro_size=1", "data.packing=false", "data.length_grouping=true"]
+    words = [*SMALL, *dynamic, "resources.num_workers=2", "batch.accumulation_steps=1", "name=without-ray", f"storage={tmp_path}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "fluxray.runtime.worker"]
     command += ["--profile", "cpu", "--model", "lm-tiny", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -278,6 +279,7 @@ def test_the_same_worker_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     run_dir = tmp_path / "runs" / "without-ray"
     assert f"checkpoint {run_dir / 'step_00000012'}" in done.stdout
+    assert "batch.dynamic: 2 rows a micro-batch, of 1, 2, which fit" in done.stdout
     assert [path.name for path in checkpoint.committed(run_dir)] == ["step_00000012", "step_00000010"]
 
     wrong = subprocess.run([*command, "optim.lrr=1"], capture_output=True, text=True, env=environment, timeout=240, check=False)
