@@ -142,6 +142,24 @@ def test_a_run_may_go_on_with_8_bit_moments_and_says_what_it_rounds(tmp_path: Pa
     assert notices[0] == "resumed at step 8 from step_00000008"
 
 
+@pytest.mark.parametrize(
+    "words", [("precision=amp-fp16",), ("optim.in_backward=true", "clip.mode=previous", "batch.accumulation_steps=1")], ids=str
+)
+def test_fp16_and_steps_in_backward_go_on_to_the_bit(words: tuple[str, ...], tmp_path: Path, cache: Path) -> None:
+    words += ("optim.schedule=constant", "optim.min_lr_ratio=0")
+    whole, _ = run(small(*words, "train.num_steps=4"), tmp_path / "whole", cache)
+    first, _ = run(small(*words, "train.num_steps=2"), tmp_path / "parts", cache)
+    rest, _ = run(small(*words, "train.num_steps=4"), tmp_path / "parts", cache)
+    of_steps = [
+        [(step, metrics) for step, metrics in deterministic_metrics(reports) if "train/loss" in metrics]
+        for reports in (whole, first + rest)
+    ]
+    assert of_steps[0] == of_steps[1] and len(of_steps[0]) == 4
+    assert all(("train/loss_scale" in metrics) == (words[0] == "precision=amp-fp16") for _, metrics in of_steps[0])
+    saved, expected = saved_tensors(tmp_path / "parts"), saved_tensors(tmp_path / "whole")
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[key], expected[key]) for key in expected)
+
+
 PERTURBED: dict[str, Any] = {
     "seed": lambda s: replace(s, seed=s.seed + 1),
     "step": lambda s: replace(s, step=s.step + 1),
