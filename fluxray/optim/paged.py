@@ -39,7 +39,9 @@ class PagedMemory:
                 f"optim.kind: 'paged_adam8bit' finds no managed memory in this bitsandbytes ({one_line(error)}); install one for "
                 f"this CUDA, or set optim.kind=adam8bit"
             ) from None
-        return torch.as_tensor(_OnDevice(self._pages[name]), device=self._device)
+        memory = torch.as_tensor(_OnDevice(self._pages[name]), device=self._device)
+        assert memory.data_ptr() == self._pages[name].data_ptr(), "PyTorch has copied what it should look at"
+        return memory
 
     def prefetch(self, name: str) -> None:
         """Let what lies on the host of a piece come to the device before what is queued next. Nobody waits."""

@@ -1,5 +1,6 @@
 """The resident and the sharded engine on a GPU."""
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -155,6 +156,7 @@ def test_paged_states_are_no_memory_of_the_allocator_and_survive_being_pushed_ou
     case = replace(WIDE, model=model_config("gpt_neox", hidden_size=1024, num_hidden_layers=2, intermediate_size=4096))
     held, traces = [], []
     for optim in (EIGHT_BIT, PAGED):
+        gc.collect()
         before = torch.cuda.memory_allocated()
         engine = sharded_engine(replace(case, optim=optim))
         held.append(torch.cuda.memory_allocated() - before)
@@ -205,6 +207,7 @@ def test_stepping_in_backward_takes_the_gradients_of_one_block_and_the_host_neve
             torch.cuda.set_sync_debug_mode("default")
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del engine
+        gc.collect()
     block = 12 * 1024 * 1024
     assert peaks[0] > 4 * 8 * block and peaks[1] < 4 * 4 * block
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fluxray.engine.clip import ClipMode
 from fluxray.engine.parallelize import Techniques
+from fluxray.engine.precision import Precision
 from fluxray.engine.stream_store import StreamSettings
 from fluxray.engine.stream_transfers import CudaTransfers, Event
 from tests.engine.helpers import EIGHT_BIT, OPTIM, EngineCase, cut, expect_close_values, model_config
@@ -107,9 +108,10 @@ def test_dropout_is_drawn_again_bit_for_bit() -> None:
         assert run_steps(kept) == run_steps(again)
 
 
-@pytest.mark.parametrize("clip", ["exact", "previous"])
-def test_the_host_never_waits_for_the_device_inside_a_step(clip: ClipMode) -> None:
-    engine = stream_engine(replace(DEEP, clip=clip), StreamSettings())
+@pytest.mark.parametrize(("clip", "precision"), [("exact", "mixed-bf16"), ("previous", "mixed-bf16"), ("exact", "amp-fp16")])
+def test_the_host_never_waits_for_the_device_inside_a_step(clip: ClipMode, precision: Precision) -> None:
+    optim = DEEP.optim if precision == "mixed-bf16" else EIGHT_BIT
+    engine = stream_engine(replace(DEEP, clip=clip, techniques=Techniques(precision), optim=optim), StreamSettings())
     micro_batches = [batch.to(CUDA) for batch in cut(2, 0)]
     engine.train_step(micro_batches, OPTIM.lr)
     torch.cuda.synchronize()
