@@ -63,16 +63,20 @@ class StepMemory:
 
 
 def memory_metrics(device: torch.device, before: StepMemory | None = None) -> dict[str, float]:
-    """Return GiB of device memory (peak allocated and reserved since the start) and of this process on the host.
+    """Return GiB of device memory (peak allocated and reserved since the start, and their ratio, which fragmentation raises) and
+    of this process on the host.
 
     `before` has the peaks up to where they were started anew.
     """
     host = psutil.Process().memory_info().rss / GIB
     if device.type != "cuda":
         return {"memory/host_gib": host}
+    allocated = max(before.allocated if before else 0, torch.cuda.max_memory_allocated(device))
+    reserved = max(before.reserved if before else 0, torch.cuda.max_memory_reserved(device))
     return {
-        "memory/allocated_gib": max(before.allocated if before else 0, torch.cuda.max_memory_allocated(device)) / GIB,
-        "memory/reserved_gib": max(before.reserved if before else 0, torch.cuda.max_memory_reserved(device)) / GIB,
+        "memory/allocated_gib": allocated / GIB,
+        "memory/reserved_gib": reserved / GIB,
+        "memory/reserved_over_allocated": reserved / max(allocated, 1),
         "memory/host_gib": host,
     }
 
@@ -106,7 +110,10 @@ class Throughput:
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Return rates and waits since the last reading, and start anew. The device must have finished what was counted."""
+        """Return rates and waits since the last reading, and start anew; none where no step was counted.
+
+        The device must have finished what was counted.
+        """
         now = time.perf_counter()
         rate = self._tokens / max(now - self._start, 1e-9)
         found = {"perf/tokens_per_s": rate, "perf/mfu": rate * self._flops_per_token / self._peak}
@@ -115,8 +122,9 @@ class Throughput:
         if self._read_waits is not None:
             fetch, write = (seconds / max(self._steps, 1) for seconds in self._read_waits())
             found |= {"perf/wait_fetch_s": fetch, "perf/wait_write_s": write}
+        counted = self._steps > 0
         self._tokens, self._steps, self._start = 0, 0, now
-        return found
+        return found if counted else {}
 
     def pause(self) -> "Pause":
         """Return a context whose time and waits do not count: evaluation, saving. A reading comes right before it."""

@@ -1,7 +1,7 @@
 """What no single key can know: contradictions between keys, and values whose code is not there yet."""
 
 from fluxray.config.mirror import check_mirror
-from fluxray.config.schema import BatchConfig, DataConfig, StreamEngineConfig, TrainConfig
+from fluxray.config.schema import BatchConfig, DataConfig, ProfileConfig, StreamEngineConfig, TrainConfig
 from fluxray.errors import ConfigError
 
 
@@ -38,6 +38,7 @@ def check_consistent(config: TrainConfig) -> None:
             f"batch.accumulation_steps={batch.accumulation_steps * workers}"
         )
     _check_checkpointing(config)
+    _check_profile(config)
     _check_stream(config)
     if config.storage is not None and not config.storage.startswith("/"):
         raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
@@ -83,6 +84,28 @@ def _check_dynamic(config: TrainConfig) -> None:
             f"batch.dynamic: true, but of the sizes from batch.min_micro_size {low} to batch.max_micro_size {high} only "
             f"{batch.micro_size} divides the {batch.rank_rows} rows of a worker's step; set batch.accumulation_steps or the "
             f"bounds so that others do, or batch.dynamic=false"
+        )
+
+
+def _check_profile(config: TrainConfig) -> None:
+    profile = config.profile
+    if profile.first_step is None:
+        if profile != ProfileConfig():
+            raise ConfigError("profile.first_step: null, so the other keys of profile have no effect; set it, or drop them")
+        return
+    last = profile.first_step + profile.num_steps - 1
+    if last > config.train.num_steps:
+        raise ConfigError(
+            f"profile.first_step: {profile.first_step} and profile.num_steps {profile.num_steps} end at step {last}, but "
+            f"train.num_steps is {config.train.num_steps}; lower one of them"
+        )
+    if profile.record == "memory" and config.resources.gpu == 0:
+        raise ConfigError(
+            "profile.record: 'memory' is a history of CUDA's allocator, and resources.gpu is 0; set profile.record=time"
+        )
+    if profile.record == "memory" and config.allocator == "async":
+        raise ConfigError(
+            "profile.record: 'memory' is a history of torch's own allocator, and allocator is async; set allocator=expandable"
         )
 
 

@@ -223,6 +223,16 @@ class HardwareConfig(Section):
     )
 
 
+class ProfileConfig(Section):
+    """Steps that are looked at closely; what is recorded lies in the run's folder and in MLflow."""
+
+    first_step: int | None = Field(default=None, ge=1, description="the first of them; default: none is")
+    num_steps: int = Field(default=3, ge=1)
+    record: Literal["time", "memory"] = Field(
+        default="time", description="a trace of the operations for chrome://tracing; a memory snapshot for pytorch.org/memory_viz"
+    )
+
+
 class TrackingConfig(Section):
     """Where MLflow records the run."""
 
@@ -272,6 +282,7 @@ class TrainConfig(Section):
     resources: ResourcesConfig = ResourcesConfig()
     hardware: HardwareConfig = HardwareConfig()
     tracking: TrackingConfig = TrackingConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @property
     def global_batch_size(self) -> int:

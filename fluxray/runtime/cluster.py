@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 import fluxray
 from fluxray.config.schema import ResourcesConfig, TrainConfig
 from fluxray.errors import PlanError
+from fluxray.runtime.allocator import allocator_environment
 from fluxray.runtime.objectstore import PLACE_VARIABLES
 from fluxray.runtime.sharing import mps_limits, served_card
 from fluxray.runtime.stopping import interrupt_on_sigterm
@@ -37,7 +38,6 @@ GRAIN = 1e-4
 
 ACCELERATOR_PREFIX = "accelerator_type:"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-ALLOCATORS = {"expandable": "expandable_segments:True", "async": "backend:cudaMallocAsync"}
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,7 @@ def worker_environment(config: TrainConfig, local_cores: int | None, served_memo
     env = {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(THREAD_VARIABLES, threads)}
     if config.checkpoint.mirror is not None:
         env |= {name: os.environ[name] for name in PLACE_VARIABLES if name in os.environ}
-    if config.allocator != "native":
-        env["PYTORCH_ALLOC_CONF"] = env["PYTORCH_CUDA_ALLOC_CONF"] = ALLOCATORS[config.allocator]
+    env |= allocator_environment(config)
     if config.deterministic:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if resources.gpu > 0:

@@ -24,6 +24,7 @@ CHANGEABLE = (
     "evaluation.",
     "tracking.",
     "hardware.",
+    "profile.",
 )
 """Keys that a later start of a run may change; a key with a dot at its end stands for its section."""
 

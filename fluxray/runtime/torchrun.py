@@ -26,6 +26,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import ConfigError, FluxrayError, OutOfMemory, PlanError
 from fluxray.protocols import Report, RunSummary
 from fluxray.runtime import ladder, tracking
+from fluxray.runtime.allocator import restart_with_allocator
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.outcome import FailedError
 from fluxray.runtime.prepare import Run, fetch_lost, prepare, save_config
@@ -82,6 +83,7 @@ def _configured(profile: str | None, model: str | None, overrides: Sequence[str]
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError("torchrun: did not start this process; use torchrun --nproc_per_node=N -m fluxray.runtime.worker ...")
     config = resolve(profile, model, overrides)
+    restart_with_allocator(config)
     check_available(config)
     num_ranks = int(os.environ["WORLD_SIZE"])
     if config.resources.num_workers != num_ranks:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fluxray import checkpoint
-from fluxray.config.schema import TrainConfig
+from fluxray.config.schema import ProfileConfig, TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.text import TextData, prepare_text
 from fluxray.engine.stream import StreamEngine
@@ -27,6 +27,7 @@ from fluxray.optim.schedule import build_schedule
 from fluxray.protocols import IGNORE_INDEX, Engine, RunState, RunSummary, SavedCheckpoint, TextBatch
 from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirror
+from fluxray.runtime.allocator import require_allocator
 from fluxray.runtime.attention import choose_kernel, expected_kernel
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.engines import build_engine
@@ -36,6 +37,7 @@ from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.planned import PLAN_FILE, plan_worker, refuse_misfit
 from fluxray.runtime.planning import check_techniques, describe, model_spec, plan_run, policy_without_plan
+from fluxray.runtime.profiling import StepRecorder
 from fluxray.runtime.runwatch import RunWatch
 from fluxray.runtime.saver import Saver
 from fluxray.runtime.sharing import allocator_share
@@ -99,8 +101,19 @@ def _train(rung: Rung, context: WorkerContext) -> RunSummary:
         peaks=governing.memory if governing else None,
     )
 
+    recorder = StepRecorder(
+        config.profile if context.rank == 0 else ProfileConfig(),
+        parts.device,
+        context.run_dir,
+        context.publish,
+        parts.throughput.pause,
+        parts.throughput.read,
+    )
+    recorder.at(state.step)
+
     def should_stop(at: RunState) -> bool:
         watch.stepped()
+        recorder.at(at.step)
         return parts.ranks.any(context.heartbeat(at.step))
 
     hooks = Hooks(
@@ -202,6 +215,7 @@ def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(f"resources.gpu: {config.resources.gpu:g}, but torch finds no GPU here; choose --profile cpu")
+    require_allocator(config)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)  # begins the CUDA context

@@ -62,6 +62,16 @@ CONTRADICTIONS = {
         "activation_checkpoint: 'sqrt' joins blocks or spares some, but engine.kind stream runs them one by one; set "
         "activation_checkpoint=full, and engine.kept_blocks for those that keep their activations"
     ),
+    ("profile.num_steps=2",): "profile.first_step: null, so the other keys of profile have no effect; set it, or drop them",
+    ("profile.first_step=9", "train.num_steps=10"): (
+        "profile.first_step: 9 and profile.num_steps 3 end at step 11, but train.num_steps is 10; lower one of them"
+    ),
+    ("profile.first_step=2", "profile.record=memory"): (
+        "profile.record: 'memory' is a history of CUDA's allocator, and resources.gpu is 0; set profile.record=time"
+    ),
+    ("profile.first_step=2", "profile.record=memory", "resources.gpu=1", "allocator=async"): (
+        "profile.record: 'memory' is a history of torch's own allocator, and allocator is async; set allocator=expandable"
+    ),
     ("activation_checkpoint=every_n",): (
         "activation_checkpoint: 'every_n' wants activation_checkpoint_every; set it, such as activation_checkpoint_every=2"
     ),
