@@ -198,11 +198,6 @@ def _check_in_backward(config: TrainConfig) -> None:
             f"optim.in_backward: true frees gradients at once, and batch.accumulation_steps {config.batch.accumulation_steps} "
             f"adds them up first; set batch.accumulation_steps=1 (and a larger batch.micro_size), or optim.in_backward=false"
         )
-    if config.batch.dynamic:
-        raise ConfigError(
-            "optim.in_backward: true wants one micro-batch, and batch.dynamic may cut it; set batch.dynamic=false, or "
-            "optim.in_backward=false"
-        )
 
 
 def check_available(config: TrainConfig) -> None:

@@ -112,10 +112,6 @@ CONTRADICTIONS = {
         "optim.in_backward: true frees gradients at once, and batch.accumulation_steps 4 adds them up first; set "
         "batch.accumulation_steps=1 (and a larger batch.micro_size), or optim.in_backward=false"
     ),
-    ("optim.in_backward=true", "clip.mode=previous", "batch.accumulation_steps=1", "batch.dynamic=true"): (
-        "optim.in_backward: true wants one micro-batch, and batch.dynamic may cut it; set batch.dynamic=false, or "
-        "optim.in_backward=false"
-    ),
     ("storage=runs",): "storage: 'runs' is not an absolute path; workers run in other folders than you do",
 }  # fmt: skip
 
