@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -149,6 +150,8 @@ class BlockStack(nn.Module, ABC):
     """A model as prologue, ordered blocks and epilogue; its forward composes the three in one module call, so FSDP's hooks fire.
 
     `model` is the library's; its parameter names are the names used everywhere. `blocks` are its repeated blocks, in order.
+    `fused` maps the name of a parameter that is several of the library's, one below the other, to their names and numbers of
+    rows, in order: engines hold one, checkpoints the library's.
     `has_dropout` tells whether any dropout probability is above zero; then `dropout_modules` are the modules whose calls get a
     `dropout_seed` keyword while `State.dropout_seed` is set.
     """
@@ -157,6 +160,7 @@ class BlockStack(nn.Module, ABC):
     blocks: Sequence[Block]
     has_dropout: bool
     dropout_modules: Sequence[nn.Module]
+    fused: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
     @abstractmethod
     def materialise(self, device: torch.device, block: Any, /) -> None:

@@ -82,6 +82,20 @@ def test_names_on_disk_are_the_librarys(run_dir: Path, tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt"}
 
 
+@pytest.mark.parametrize("engine", ["sharded", "stream"])
+def test_fused_projections_are_exported_as_three(engine: str, shared: Path, tmp_path: Path) -> None:
+    run_dir = trained("llama", shared, "model.fused_qkv=true", f"engine.kind={engine}", "activation_checkpoint=full")
+    found = exported(run_dir, tmp_path / "out")
+    stack = trained_stack(run_dir)
+    assert any(name.endswith("k_proj.weight") for name in found)
+    assert all(torch.equal(found[name], parameter) for name, parameter in stack.model.named_parameters())
+    separate = trained_stack(trained("llama", shared))
+    assert all(
+        torch.allclose(parameter, separate.model.get_parameter(name), atol=1e-5)
+        for name, parameter in stack.model.named_parameters()
+    )
+
+
 @torch.no_grad()
 def test_bf16_rounds_to_nearest(run_dir: Path, tmp_path: Path) -> None:
     export_run(run_dir, tmp_path / "bf16", "bf16")

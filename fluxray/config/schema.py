@@ -26,6 +26,7 @@ class ModelConfig(Section):
 
     config: dict[str, Any] = Field(default={}, description="keys of the library's config.json; or the path of such a file")
     weights: str | None = Field(default=None, description="path:DIR or hf:NAME; its config.json is the model's")
+    fused_qkv: bool = Field(default=False, description="one projection in place of an attention's three; saved as three")
 
 
 class LmTaskConfig(Section):

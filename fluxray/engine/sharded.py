@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray.engine.chunked_loss import ChunkedLoss, PieceLoss
 from fluxray.engine.clip import Clip, clip_units
+from fluxray.engine.fused import FusingReader, split_items
 from fluxray.engine.gradients import Gradients
 from fluxray.engine.in_backward import InBackward
 from fluxray.engine.masters import Masters
@@ -106,6 +107,9 @@ class ShardedEngine:
 
     def state_items(self) -> Iterator[StateItem]:
         """Yield this rank's rows of weights and moments, each parameter's step count, and what clipping and scaling remember."""
+        return split_items(self._items(), self._stack.fused)
+
+    def _items(self) -> Iterator[StateItem]:
         for name, parameter in self._masters.named.items():
             rows = Rows.of(parameter)
             yield rows.item("weights", name, rows.local)
@@ -115,6 +119,7 @@ class ShardedEngine:
 
     def load_items(self, reader: StateReader) -> Sequence[str]:
         """Replace weights and optimizer state by saved ones; raises CheckpointError if they belong to another model."""
+        reader = FusingReader(reader, self._stack.fused)
         check_same_model({name: parameter.shape for name, parameter in self._masters.named.items()}, reader)
         narrowed = [name for name in self._masters.named if self._optimizer.load(name, reader)]
         self._clip.load_items(reader)

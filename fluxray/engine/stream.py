@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fluxray.config.schema import OptimConfig
 from fluxray.engine.clip import Clip
+from fluxray.engine.fused import FusingReader, split_items
 from fluxray.engine.offload import Offload, Parcel
 from fluxray.engine.parallelize import cast_buffers
 from fluxray.engine.precision import Precision
@@ -137,6 +138,9 @@ class StreamEngine:
 
     def state_items(self) -> Iterator[StateItem]:
         """Yield weights, corrections and moments as they lie in memory, step counts of what is trained, clip average, scale."""
+        return split_items(self._items(), self._stack.fused)
+
+    def _items(self) -> Iterator[StateItem]:
         for unit in (*self._units, self._outside):
             for item in unit.state_items():
                 yield item
@@ -151,6 +155,7 @@ class StreamEngine:
 
         Raises CheckpointError if they belong to another model.
         """
+        reader = FusingReader(reader, self._stack.fused)
         units = (*self._units, self._outside)
         weights = [item for unit in units for item in unit.state_items() if item.section == "weights"]
         check_same_model({item.name: item.shape for item in weights}, reader)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from fluxray.config.schema import Kernel, ModelConfig
 from fluxray.errors import ConfigError, one_line
-from fluxray.models import attention
+from fluxray.models import attention, fused
 from fluxray.models.blocks import find_block_lists, materialise
 from fluxray.models.families import (
     REPORT_KEYS,
@@ -92,7 +92,10 @@ def build_causal_lm(
     """
     config = library_config(model, vocab_size)
     weights = PretrainedWeights(model.weights) if model.weights is not None else None
-    return CausalLMStack(meta_model(config, kernel), seed, weights, kernel)
+    library = meta_model(config, kernel)
+    if model.fused_qkv:
+        fused.fuse_projections(library, config.model_type)
+    return CausalLMStack(library, seed, weights, kernel)
 
 
 def has_dropout(config: PretrainedConfig) -> bool:
@@ -154,6 +157,7 @@ class CausalLMStack(BlockStack):
         self._seed = seed
         self._weights = weights
         self._kernel: Kernel | None = kernel
+        self.fused = fused.rows_of(model)
         self._parts = parts_of(model)
         self._windows = windows_of(model.config)
         kinds: Sequence[str] = getattr(model.config, "layer_types", None) or ["full_attention"] * len(_layers(model))
@@ -206,6 +210,10 @@ class CausalLMStack(BlockStack):
         else:
             paths = [path for path in every if not f"{path}.".startswith(inside)]
         materialise(self.model, paths, device, self._seed, self.model._init_weights)
+        for path in paths:
+            module = self.model.get_submodule(path)
+            if isinstance(module, fused.FusedLinear):
+                fused.initialise_parts(path, module, self._seed, self.model._init_weights)
         if block is None:
             self.model.tie_weights()
         if self._weights is not None:

@@ -7,23 +7,26 @@ from transformers import PretrainedConfig
 
 from fluxray.errors import ConfigError, one_line
 from fluxray.models.causal_lm import CausalLMStack, meta_model
+from fluxray.models.fused import fuse_projections
 from fluxray.protocols import IGNORE_INDEX, TextBatch
 
 VOCABULARY = 512
 
 
-def check_stack(config: PretrainedConfig, seed: int = 0) -> None:
+FUSED_TOLERANCE = 1e-4
+"""How far logits may be off behind a fused projection, as a share of the largest: its product sums in another order."""
+
+
+def check_stack(config: PretrainedConfig, seed: int = 0, fused_qkv: bool = False) -> None:
     """Raise unless prologue, one block of each kind and epilogue give the library's own logits, packed or not.
 
     Runs on the host on a copy cut to one block of each kind and to a small vocabulary, hidden sizes kept. ConfigError if the
-    library's own forward fails on such a model or overflows; RuntimeError if the two differ.
+    library's own forward fails on such a model or overflows; RuntimeError if the two differ: in any bit, or with fused
+    projections by more than FUSED_TOLERANCE.
     """
     cut = _cut(config)
-    stack = CausalLMStack(meta_model(cut), seed)
-    for block in stack.blocks:
-        stack.materialise(torch.device("cpu"), block)
-    stack.materialise(torch.device("cpu"), None)
-    stack.eval()
+    stack = _materialised(cut, seed)
+    fused = _materialised(cut, seed, fused_qkv=True) if fused_qkv else None
     for batch in (_batch((12,), cut.vocab_size, seed), _batch((5, 7), cut.vocab_size, seed)):
         with torch.no_grad():
             try:
@@ -37,6 +40,23 @@ def check_stack(config: PretrainedConfig, seed: int = 0) -> None:
         if not torch.equal(logits, expected):
             difference = (logits - expected).abs().max().item()
             raise RuntimeError(f"the block stack of {config.model_type} differs from the library's forward by {difference}")
+        if fused is not None:
+            with torch.no_grad():
+                difference = (fused(batch, lambda output, _: output) - expected).abs().max() / expected.abs().max()
+            if not difference <= FUSED_TOLERANCE:
+                raise RuntimeError(
+                    f"fused projections of {config.model_type} differ from the library's forward by {difference:.2g}"
+                )
+
+
+def _materialised(config: PretrainedConfig, seed: int, fused_qkv: bool = False) -> CausalLMStack:
+    model = meta_model(config)
+    if fused_qkv:
+        fuse_projections(model, config.model_type)
+    stack = CausalLMStack(model, seed)
+    for block in (*stack.blocks, None):
+        stack.materialise(torch.device("cpu"), block)
+    return stack.eval()
 
 
 def _cut(config: PretrainedConfig) -> PretrainedConfig:

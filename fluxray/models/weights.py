@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from fluxray.errors import ConfigError, one_line
+from fluxray.models.fused import FusedLinear, library_tensors
 from fluxray.models.names import names_in_memory
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -153,7 +154,9 @@ class _Stored(NamedTuple):
 
 
 def _own_tensors(path: str, module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers that a module holds itself, by their names in the model."""
+    """Return the parameters and persistent buffers that a module holds itself, by their names in the library's model."""
+    if isinstance(module, FusedLinear):
+        return library_tensors(path, module)
     persistent = {n: b for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set}
     own = {**dict(module.named_parameters(recurse=False)), **persistent}
     return {f"{path}.{leaf}" if path else leaf: tensor for leaf, tensor in own.items()}

@@ -18,6 +18,7 @@ CHANGEABLE = (
     "train.num_steps",
     "train.log_every",
     "train.on_oom",
+    "model.fused_qkv",
     "storage",
     "resources.",
     "checkpoint.",

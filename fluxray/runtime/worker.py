@@ -57,7 +57,7 @@ def preflight(config: TrainConfig, cache_dir: Path) -> None:
         )
     expected_kernel(config, model_config)
     check_techniques(config, has_dropout(model_config))
-    check_stack(model_config)
+    check_stack(model_config, fused_qkv=config.model.fused_qkv)
 
 
 def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:

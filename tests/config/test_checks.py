@@ -15,6 +15,9 @@ CONTRADICTIONS = {
     ("data.vocab_size=300", "data.tokenizer=path:tok"): (
         "data.vocab_size: 300 has no effect, data.tokenizer 'path:tok' is not trained; drop either"
     ),
+    ("model.fused_qkv=true", "model.config._class_name=FluxTransformer2DModel"): (
+        "model.fused_qkv: true, but the key is of language models, and this is an image model; drop it"
+    ),
     ("data.length_grouping=true",): (
         "data.length_grouping: true, but packed rows all have data.max_slice 512 tokens; set data.packing=false, or drop it"
     ),

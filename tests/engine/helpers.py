@@ -51,6 +51,11 @@ def model_config(family: str, **keys: Any) -> ModelConfig:
     return ModelConfig(config={**SIZES, **FAMILIES[family], **keys})
 
 
+def fused(model: ModelConfig) -> ModelConfig:
+    """Return the same model with fused projections."""
+    return model.model_copy(update={"fused_qkv": True})
+
+
 @dataclass(frozen=True)
 class EngineCase:
     """What an engine is built from; `max_norm` far above any norm means that nothing is clipped.
@@ -151,7 +156,7 @@ def section(engine: Engine, name: str) -> dict[str, torch.Tensor]:
 
 def plain_trace(case: EngineCase, num_steps: int = 5) -> Trace:
     """Train the library's own model on the whole batch by a plain loop: the reference of every engine."""
-    stack = build_causal_lm(case.model, SEED)
+    stack = build_causal_lm(case.model.model_copy(update={"fused_qkv": False}), SEED)
     for block in (*stack.blocks, None):
         stack.materialise(torch.device("cpu"), block)
     model = stack.model

@@ -47,6 +47,7 @@ def test_the_global_batch_may_be_cut_anew_but_not_resized(tmp_path):
         "resources.num_workers",
     }
     assert set(changed_keys(old, config(tmp_path, **{"batch.dynamic": True}))) == {"batch.dynamic"}
+    assert set(changed_keys(old, config(tmp_path, **{"model.fused_qkv": True}))) == {"model.fused_qkv"}
     with pytest.raises(ConfigError, match="global batch of 16 rows on 2 workers, but run r was started with 8"):
         changed_keys(old, config(tmp_path, **{"resources.num_workers": 2}))
 
