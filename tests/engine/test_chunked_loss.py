@@ -1,6 +1,7 @@
 """The loss piece by piece equals the whole one, and so many positions' logits exist at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,3 +110,11 @@ def test_so_many_logits_exist_at_once(build: Callable[..., ShardedEngine], preci
     num_tokens, itemsize = cut(1, 0)[0].num_tokens, 2 if precision == "mixed-bf16" else 4
     assert peaks[None] * 64 == peaks[64] * num_tokens and peaks[None] * 16 == peaks[16] * num_tokens
     assert peaks[16] <= 16 * NUM_OUTPUTS * (2 * itemsize + LOGIT_BYTES_FP32)  # what the plan counts
+
+
+def test_pieces_and_steps_inside_backward_go_together(build: Callable[..., ShardedEngine]) -> None:
+    optim = OPTIM.model_copy(update={"in_backward": True})
+    case = EngineCase(model_config("qwen3 tied"), optim=optim, clip="block", max_norm=0.1)
+    away = replace(case, techniques=Techniques("fp32", activation_checkpoint="offload"))
+    expected = train(build(case), num_micro_batches=1, num_steps=3)
+    expect_close(train(build(away, 16), num_micro_batches=1, num_steps=3), expected)

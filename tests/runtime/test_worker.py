@@ -278,6 +278,7 @@ def test_more_processes_than_gpus_are_refused_before_nccl_meets_them(monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     words = ["resources.num_workers=8", "resources.gpu=1"]
     with pytest.raises(
         ConfigError, match=r"^--nproc_per_node: 4 processes on a machine with 2 GPUs, and NCCL wants one for each"
@@ -327,6 +328,7 @@ def test_a_run_takes_its_share_of_a_gpu_and_no_more_than_the_plan_has(
     calls: list[tuple[float, int | None]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: calls.append((share, device.index)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(49.5e9), int(50e9)))
