@@ -41,6 +41,7 @@ def check_consistent(config: TrainConfig) -> None:
         )
     _check_checkpointing(config)
     _check_profile(config)
+    _check_cuda_graph(config)
     _check_stream(config)
     if config.storage is not None and not config.storage.startswith("/"):
         raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
@@ -124,6 +125,32 @@ def _check_checkpointing(config: TrainConfig) -> None:
             raise ConfigError(
                 f"{key}: {value} has no effect with activation_checkpoint {kind}; drop it or set activation_checkpoint={owner}"
             )
+
+
+def _check_cuda_graph(config: TrainConfig) -> None:
+    if not config.cuda_graph:
+        return
+    if config.resources.gpu == 0:
+        raise ConfigError("cuda_graph: true, and resources.gpu is 0; set cuda_graph=false, or resources.gpu=1")
+    if config.engine.kind == "stream":
+        raise ConfigError(
+            "cuda_graph: true replays fixed addresses, and with engine.kind stream blocks pass through changing ones; set "
+            "cuda_graph=false"
+        )
+    if config.resources.num_workers > 1:
+        raise ConfigError(
+            f"cuda_graph: true is for one worker, and resources.num_workers is {config.resources.num_workers}: FSDP gathers "
+            f"parameters into memory that changes; set cuda_graph=false, or resources.num_workers=1"
+        )
+    if config.optim.in_backward:
+        raise ConfigError(
+            "cuda_graph: true adds gradients up in memory that stays, which optim.in_backward frees; set one of them to false"
+        )
+    if config.activation_checkpoint == "offload":
+        raise ConfigError(
+            "cuda_graph: true cannot hold the copies of activation_checkpoint offload, which are queued by the host; set "
+            "activation_checkpoint=full, or cuda_graph=false"
+        )
 
 
 def _check_stream(config: TrainConfig) -> None:

@@ -268,6 +268,9 @@ class TrainConfig(Section):
         default="auto", description="what computes attention; auto: the fastest kernel that the run and its GPU allow"
     )
     compile: bool = False
+    cuda_graph: bool = Field(
+        default=False, description="launch forward and backward of a micro-batch as one CUDA graph per shape; one GPU, no dropout"
+    )
     allocator: Literal["native", "expandable", "async"] = "native"
     model: ModelConfig = ModelConfig()
     task: LmTaskConfig = LmTaskConfig()

@@ -75,10 +75,10 @@ class CudaGraphs:
     def _without_graph(self, batch: Batch, divisor: Tensor) -> Tensor:
         if not self._told:
             self._told = True
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(batch)[:1])
+            shape = tuple(_tensors(batch)[0].shape)
             self._notify(
-                f"cuda_graph: {MAX_GRAPHS} shapes have a graph each, and now comes {shapes}; more shapes run without one. Rows of "
-                f"equal length need one only: data.packing=true"
+                f"cuda_graph: {MAX_GRAPHS} shapes have a graph each, and now comes {shape}; further shapes run without one. Rows "
+                f"of equal length need one only: data.packing=true"
             )
         return self._body(batch.to(self._device), divisor)
 

@@ -1,6 +1,6 @@
 """Training with every parameter on the GPUs: FSDP2 over N ranks, plain resident training on one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray.engine.chunked_loss import ChunkedLoss, PieceLoss
 from fluxray.engine.clip import Clip, clip_units
+from fluxray.engine.cuda_graph import CudaGraphs
 from fluxray.engine.fused import FusingReader, split_items
 from fluxray.engine.gradients import Gradients
 from fluxray.engine.in_backward import InBackward
@@ -59,6 +60,9 @@ class ShardedEngine:
             self._in_backward = InBackward(masters, optimizer, clip, runtime.sum_over_ranks)
         self._runtime = runtime
         self._sharded = fsdp_modules(stack)
+        self._graphs = None
+        if runtime.notify_of_graphs is not None:
+            self._graphs = CudaGraphs(self._differentiate, masters.named, runtime.device, runtime.notify_of_graphs)
 
     def train_step(self, micro_batches: Sequence[Batch], lr: float) -> StepOutput:
         """Forward, backward, clip and step over this rank's micro-batches of one global batch."""
@@ -66,16 +70,27 @@ class ShardedEngine:
         num_valid = self._runtime.sum_over_ranks(float(sum(batch.num_valid for batch in micro_batches)))
         divisor = num_valid.clamp(min=1.0)
         loss_sum = torch.zeros((), device=self._runtime.device)
+        if self._graphs is not None:
+            self._graphs.begin()
         for batch in micro_batches:
-            loss, scaled = self._loss(batch.to(self._runtime.device), divisor)
-            loss_sum += loss.detach()
-            if self._in_backward is not None:
+            if self._graphs is not None:
+                loss_sum += self._graphs(batch, divisor)
+            elif self._in_backward is not None:
                 assert len(micro_batches) == 1, "refused by check_consistent"
-                self._in_backward.begin(lr, self._runtime.sum_over_ranks(loss_sum))
-            scaled.backward()
+                loss_sum += self._differentiate(batch.to(self._runtime.device), divisor, lr)
+            else:
+                loss_sum += self._differentiate(batch.to(self._runtime.device), divisor)
         loss = self._runtime.sum_over_ranks(loss_sum) / divisor
         grad_norm, withheld = self._step_after(loss, lr) if self._in_backward is None else self._in_backward.finish()
         return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
+
+    def _differentiate(self, batch: Batch, divisor: Tensor, lr: float | None = None) -> Tensor:
+        """Run forward and backward of a micro-batch and return its summed loss; with `lr`, parameters step in backward."""
+        loss, scaled = self._loss(batch, divisor)
+        if lr is not None and self._in_backward is not None:
+            self._in_backward.begin(lr, self._runtime.sum_over_ranks(loss.detach()))
+        scaled.backward()
+        return loss.detach()
 
     def _step_after(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
         """Clip and step after backward; return the norm of the gradient, and 1 if the step was withheld."""
@@ -156,10 +171,20 @@ class ShardedEngine:
 
 
 class Runtime:
-    """Where an engine runs: device and the lanes to it, cast policy, the group of ranks (`mesh`; None for one rank)."""
+    """Where an engine runs: device and the lanes to it, cast policy, the group of ranks (`mesh`; None for one rank).
 
-    def __init__(self, device: torch.device, precision: Precision, mesh: DeviceMesh | None):
+    With `notify_of_graphs` micro-batches run as CUDA graphs; it is told if there are more shapes than graphs.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        mesh: DeviceMesh | None,
+        notify_of_graphs: Callable[[str], None] | None = None,
+    ):
         self.device = device
+        self.notify_of_graphs = notify_of_graphs
         self.precision: Precision = precision
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.num_ranks = 1 if mesh is None else mesh.size()

@@ -1,26 +1,36 @@
 """Building the engine that a configuration names."""
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
 from fluxray.engine.clip import Clip, clip_units
+from fluxray.engine.cuda_graph import use_own_stream
 from fluxray.engine.parallelize import Techniques, parallelize, prepare_stream
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.engine.stream import StreamEngine
 from fluxray.engine.stream_store import StreamSettings
+from fluxray.errors import ConfigError
 from fluxray.memory.estimate import FULL_CHUNK, Policy
 from fluxray.optim.build import build_by_unit, build_sharded
 from fluxray.protocols import BlockStack, Engine, LossFn
 
 
-def build_engine(
-    config: TrainConfig, stack: BlockStack, loss_fn: LossFn, device: torch.device, num_ranks: int, policy: Policy | None
+def build_engine(  # noqa: PLR0913, PLR0917 - one place where all parts meet
+    config: TrainConfig,
+    stack: BlockStack,
+    loss_fn: LossFn,
+    device: torch.device,
+    num_ranks: int,
+    policy: Policy | None,
+    notify: Callable[[str], None],
 ) -> Engine:
     """Give a stack, which is on the meta device, memory and first values in the engine that runs it. Collective.
 
     It follows the `policy`, which the sharded engine needs for what `selective` keeps alone. Raises PlanError if the host has not
-    the memory for a streamed model or will not lock it.
+    the memory for a streamed model or will not lock it, ConfigError if a CUDA graph is wanted of what none can hold.
     """
     if isinstance(config.engine, StreamEngineConfig):
         return build_stream_engine(config, stack, loss_fn, device, policy)
@@ -33,7 +43,14 @@ def build_engine(
         kept_operations=policy.kept_operations if policy else (),
         reshard_after_forward=config.engine.reshard_after_forward,
     )
-    runtime = Runtime(device, techniques.precision, mesh)
+    if config.cuda_graph:
+        if stack.has_dropout:
+            raise ConfigError(
+                "cuda_graph: true, but the model has dropout, whose generator is set anew in each block, and a graph cannot do "
+                "that; set the dropout probabilities of model.config to 0, or cuda_graph=false"
+            )
+        use_own_stream(device)
+    runtime = Runtime(device, techniques.precision, mesh, notify if config.cuda_graph else None)
     masters = parallelize(stack, techniques, device, mesh, runtime.transfers)
     if config.optim.in_backward:
         optimizer = build_by_unit(masters.named, config.optim, clip_units(stack))

@@ -187,7 +187,7 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
     flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
     plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify, context.run_dir)
     policy = plan.policy if plan else policy_without_plan(config, data.num_tokenizer_entries)
-    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, policy)
+    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, policy, context.notify)
     loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks, config.data.length_grouping)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = plan.hardware.tflops if plan else config.hardware.tflops or measure_matrix_tflops(device, dtype)

@@ -145,6 +145,26 @@ def test_consistent_keys_pass():
     resolve(overrides=["resources.gpu=0.75", "resources.num_workers=2"])  # no two of them fit on one card
 
 
+GRAPH = ("cuda_graph=true", "resources.gpu=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["resources.gpu=0"], "cuda_graph: true, and resources.gpu is 0; set cuda_graph=false, or resources.gpu=1"),
+        (["engine.kind=stream", "activation_checkpoint=full"], "with engine.kind stream blocks pass through changing ones; set "),
+        (["resources.num_workers=2"], "cuda_graph: true is for one worker, and resources.num_workers is 2"),
+        (["optim.in_backward=true", "clip.mode=block", "batch.accumulation_steps=1"], "which optim.in_backward frees"),
+        (["activation_checkpoint=offload"], "cannot hold the copies of activation_checkpoint offload"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold_is_refused(words, message):
+    resolve(overrides=GRAPH)
+    with pytest.raises(ConfigError, match=r"^cuda_graph: ") as refused:
+        resolve(overrides=[*GRAPH, *words])
+    assert message in str(refused.value)
+
+
 @pytest.mark.parametrize(("words", "message"), NOT_YET.items())
 def test_what_this_version_cannot_run_resolves_and_is_refused_at_start(words, message):
     with pytest.raises(ConfigError) as refused:

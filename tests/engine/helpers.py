@@ -77,12 +77,14 @@ def build_stack(case: EngineCase) -> CausalLMStack:
     return build_causal_lm(case.model, SEED, kernel=case.kernel)
 
 
-def sharded_engine(case: EngineCase, mesh: DeviceMesh | None = None, chunk_tokens: int | None = None) -> ShardedEngine:
-    """Return the sharded engine over `mesh`, or resident for None."""
+def sharded_engine(
+    case: EngineCase, mesh: DeviceMesh | None = None, chunk_tokens: int | None = None, graphs: bool = False
+) -> ShardedEngine:
+    """Return the sharded engine over `mesh`, or resident for None; with `graphs` micro-batches run as CUDA graphs."""
     stack = build_stack(case)
     masters = parallelize(stack, case.techniques, case.device, mesh)
     loss_fn = LmTask(0, case.techniques.compile).loss_fn
-    runtime = Runtime(case.device, case.techniques.precision, mesh)
+    runtime = Runtime(case.device, case.techniques.precision, mesh, print if graphs else None)
     clip = Clip(case.clip, case.max_norm, case.device)
     if case.optim.in_backward:
         optimizer = build_by_unit(masters.named, case.optim, clip_units(stack))

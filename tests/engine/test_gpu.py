@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray.config.schema import OptimConfig
+from fluxray.engine import cuda_graph
 from fluxray.engine.clip import ClipMode
+from fluxray.engine.cuda_graph import use_own_stream
 from fluxray.engine.parallelize import Techniques
 from tests.engine.helpers import (
     EIGHT_BIT,
@@ -217,3 +219,41 @@ def _copy_weights(source, target) -> None:
     for item in target.state_items():
         if item.section == "weights":
             item.tensor.copy_(weights[item.name])
+
+
+@pytest.fixture
+def own_stream() -> Iterator[None]:
+    before = torch.cuda.current_stream(CUDA)
+    use_own_stream(CUDA)
+    yield
+    torch.cuda.set_stream(before)
+
+
+GRAPHED = replace(NEOX, clip="previous", max_norm=0.1)
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        Techniques("fp32"),
+        Techniques("amp-bf16", activation_checkpoint="full"),
+        Techniques("amp-fp16"),
+        Techniques("mixed-bf16", compile=True),
+    ],
+    ids=["fp32", "amp-bf16 recomputed", "amp-fp16", "mixed-bf16 compiled"],
+)
+@pytest.mark.usefixtures("deterministic", "own_stream")
+def test_a_graph_gives_the_bits_of_kernel_by_kernel(techniques: Techniques) -> None:
+    case = replace(GRAPHED, techniques=techniques)
+    expect_equal(train(sharded_engine(case, graphs=True)), train(sharded_engine(case)))
+
+
+@pytest.mark.usefixtures("deterministic", "own_stream")
+def test_each_shape_has_a_graph_and_what_is_too_many_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 1)
+    graphed, plain = sharded_engine(GRAPHED, graphs=True), sharded_engine(GRAPHED)
+    for step, num_micro_batches in enumerate((4, 2, 4, 2)):
+        outputs = [engine.train_step(cut(num_micro_batches, step), OPTIM.lr) for engine in (graphed, plain)]
+        assert outputs[0].loss.item() == outputs[1].loss.item()
+        assert outputs[0].grad_norm.item() == outputs[1].grad_norm.item()
+    assert graphed._graphs is not None and len(graphed._graphs._graphs) == 1
