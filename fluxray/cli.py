@@ -194,6 +194,21 @@ def sync(
 
 
 @app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print what is running now, and end.")] = False,
+    tracking: Annotated[
+        str | None, typer.Option(metavar="URI", help="MLflow server; default: those of the runs in storage.", show_default=False)
+    ] = None,
+    storage: Storage = None,
+) -> None:
+    """Show the trainings that are running, anew every two seconds until Ctrl-C."""
+    from fluxray.runtime.paths import home
+    from fluxray.runtime.top import show
+
+    show(home(storage), tracking, once)
+
+
+@app.command()
 def ui(
     port: Annotated[int, typer.Option(help="Port on this machine.", min=1, max=65535)] = 5000,
     storage: Storage = None,

@@ -94,6 +94,10 @@ def _streamed(config: TrainConfig) -> Mapping[str, Any] | None:
     if config.engine.kind == "stream" or config.resources.num_workers > 1:
         return None
     changes = {**(_recomputed(config) or {}), "engine.kind": "stream"}
+    if config.optim.in_backward:  # as that engine does by itself
+        changes["optim.in_backward"] = False
+    if config.optim.kind == "paged_adam8bit":  # the same moments, which live on the host anyway
+        changes["optim.kind"] = "adam8bit"
     streamed = _changed(config, changes)
     return None if is_complete(streamed) and plan_run(streamed).shortfalls else changes
 

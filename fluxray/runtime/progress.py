@@ -58,7 +58,7 @@ class Progress:
         if memory is not None:
             parts.append(f"{memory:.1f} GiB")
         if (left := self.seconds_left()) is not None:
-            parts.append(f"{_clock(left)} left")
+            parts.append(f"{clock(left)} left")
         return "  ".join(parts)
 
     def seconds_left(self) -> float | None:
@@ -132,7 +132,8 @@ class Display:
                     return
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a time as M:SS or H:MM:SS."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -149,6 +149,13 @@ def test_on_a_card_activations_wait_on_the_host_before_the_blocks_do() -> None:
     ]
 
 
+def test_what_the_stream_engine_does_by_itself_stands_not_in_its_way() -> None:
+    given = ("resources.gpu=1", "batch.micro_size=1", "activation_checkpoint=offload", "clip.mode=block")
+    for override in ("optim.in_backward=true", "optim.kind=paged_adam8bit"):
+        last = words(*given, "batch.accumulation_steps=1", override)[1]
+        assert last in ("engine.kind=stream optim.in_backward=false", "engine.kind=stream optim.kind=adam8bit")
+
+
 def test_a_cut_that_memory_governs_is_fixed_before_it_is_made_finer() -> None:
     given = ("batch.dynamic=true", "batch.micro_size=4", "batch.accumulation_steps=4", "batch.max_micro_size=8")
     fixed = "batch.dynamic=false batch.min_micro_size=4 batch.max_micro_size=16"

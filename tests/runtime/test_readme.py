@@ -44,6 +44,7 @@ SAYS = {
     "fluxray plan": "bound by",
     "fluxray sync": "MLflow has everything",
     "fluxray doctor": "Python",
+    "fluxray top": "run",
 }
 
 

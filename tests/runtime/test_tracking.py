@@ -436,3 +436,21 @@ def test_one_call_takes_what_mlflow_takes(run, monkeypatch):
     send(target)
     assert max(sizes, default=0) <= sender.CHUNK["metrics"]
     assert len(history(target, "train/lr.infinite")) == 500
+
+
+def test_top_shows_a_run_as_its_database_has_it(run, where, capsys):
+    from fluxray.runtime.top import show
+
+    target, config, _ = run
+    writer = MetricWriter(target, print)
+    for step in range(1, 8):
+        writer.log(step, {"train/loss": 1 / step, "train/lr": 0.1, "perf/tokens_per_s": 1000.0, "memory/host_gib": 1.5})
+    writer.close()
+    assert delivery.deliver(target, 60, print) is None
+    capsys.readouterr()
+    show(where, None, once=True)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(str(config.name)))
+    assert line.split()[1:7] == ["7/200", "0.1429", "1,000", "1.5", "GiB", "-"]
+    finish_run(target, "FINISHED", target.run_dir)
+    show(where, target.uri, once=True)
+    assert str(config.name) not in capsys.readouterr().out

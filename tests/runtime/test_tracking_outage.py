@@ -208,3 +208,18 @@ def test_a_spool_of_20_000_points_is_replayed(server, where):
     assert sync([target.run_dir], lines.append) == 0
     assert lines == [f"run r: 20,000 points sent to MLflow at {server.uri}"]
     assert recorded(server, target)[1] == [list(range(1, 10_001))] * 2
+
+
+def test_top_asks_the_server_of_the_runs_here(server, where, capsys):
+    target = begin(where, server.uri, "seen")
+    writer = MetricWriter(target, print)
+    log_quickly(writer, range(1, 6))
+    wait_until_sent(target)
+    writer.close()
+    capsys.readouterr()
+    for words in (["top"], ["top", "--once", f"--tracking={server.uri}", "--storage=/nowhere"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(words)
+        assert end.value.code == 0
+        assert re.search(r"^seen +5/200 +0\.2000 ", capsys.readouterr().out, re.MULTILINE)
+    finish_run(target, "FINISHED", target.run_dir)
