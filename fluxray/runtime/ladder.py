@@ -29,6 +29,7 @@ from fluxray.runtime.outcome import FailedError
 from fluxray.runtime.paths import committed_checkpoints, write_text
 from fluxray.runtime.planning import is_complete, plan_run
 from fluxray.runtime.prepare import BATCH_KEYS, again
+from fluxray.runtime.sharing import budget
 
 FILE = "ladder.json"
 
@@ -66,6 +67,11 @@ def _fixed(config: TrainConfig) -> Mapping[str, Any] | None:
     """Let memory no longer govern the cut: it has just been wrong about it."""
     keys = ("dynamic", "min_micro_size", "max_micro_size")
     return {f"batch.{key}": BatchConfig.model_fields[key].default for key in keys} if config.batch.dynamic else None
+
+
+def _ungraphed(config: TrainConfig) -> Mapping[str, Any] | None:
+    """Drop the graphs, which hold the memory of every shape."""
+    return {"cuda_graph": False} if config.cuda_graph else None
 
 
 def _finer(config: TrainConfig) -> Mapping[str, Any] | None:
@@ -107,7 +113,15 @@ def _unkept(config: TrainConfig) -> Mapping[str, Any] | None:
     return {"engine.kept_blocks": 0} if isinstance(config.engine, StreamEngineConfig) and config.engine.kept_blocks != 0 else None
 
 
-KINDS: Sequence[Callable[[TrainConfig], Mapping[str, Any] | None]] = (_fixed, _finer, _recomputed, _offloaded, _streamed, _unkept)
+KINDS: Sequence[Callable[[TrainConfig], Mapping[str, Any] | None]] = (
+    _fixed,
+    _ungraphed,
+    _finer,
+    _recomputed,
+    _offloaded,
+    _streamed,
+    _unkept,
+)
 """What is tried, the first that applies: what it changes of a configuration, or None where it changes nothing."""
 
 
@@ -229,7 +243,7 @@ def _taken(config: TrainConfig) -> str:
     if config.resources.gpu == 0 or not torch.cuda.is_initialized():
         return ""
     total = torch.cuda.mem_get_info()[1]
-    limit = config.hardware.device_memory or int(min(config.resources.gpu, 1) * total)
+    limit = budget(config.resources.gpu, config.hardware.device_memory, total)
     return f", {(torch.cuda.memory_reserved() + CONTEXT_BYTES) / 1e9:.1f} of {limit / 1e9:.1f} GB"
 
 

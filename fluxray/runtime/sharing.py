@@ -21,16 +21,23 @@ MIB = 2**20
 def allocator_share(asked: float, device_memory: int | None, total: int, used: int) -> float:
     """Return the share of a card of `total` bytes that PyTorch's allocator may take.
 
-    `asked` is `resources.gpu`, beside which the CUDA context is not counted; in `device_memory` (bytes) it is. `used` bytes are
-    taken before anything is allocated: by the context, and by others on a shared card. Raises ConfigError for a smaller card.
+    `asked` is `resources.gpu`. In a share below 1, as in `device_memory` (bytes), the CUDA context counts; in a share as what it
+    may grow to, so that shares that add up to 1 fit the card. `used` bytes are taken before anything is allocated: by the
+    context, and by others on a shared card. Raises ConfigError for a card that is smaller than `device_memory`.
     """
-    if device_memory is None:
-        return min(asked, 1.0)
-    if device_memory > total:
+    if device_memory is None and asked >= 1:
+        return 1.0
+    if device_memory is not None and device_memory > total:
         raise ConfigError(
             f"hardware.device_memory: {device_memory / 1e9:.4g} GB, but the card has {total / 1e9:.4g} GB; lower it, or set null"
         )
-    return max(0.0, min(asked, (device_memory - min(used, CONTEXT_BYTES)) / total))
+    context = CONTEXT_BYTES if asked < 1 else min(used, CONTEXT_BYTES)
+    return max(0.0, budget(asked, device_memory, total) - context) / total
+
+
+def budget(asked: float, device_memory: int | None, total: int) -> float:
+    """Return the bytes of a card of `total` bytes that a worker may take in all, CUDA context included."""
+    return min(total if device_memory is None else device_memory, min(asked, 1.0) * total)
 
 
 def served_card() -> int | None:

@@ -149,6 +149,11 @@ def test_on_a_card_activations_wait_on_the_host_before_the_blocks_do() -> None:
     ]
 
 
+def test_graphs_go_before_micro_batches_shrink() -> None:
+    given = ("resources.gpu=1", "cuda_graph=true", "batch.micro_size=2", "batch.accumulation_steps=1")
+    assert words(*given)[1:3] == ["cuda_graph=false", "cuda_graph=false batch.micro_size=1 batch.accumulation_steps=2"]
+
+
 def test_what_the_stream_engine_does_by_itself_stands_not_in_its_way() -> None:
     given = ("resources.gpu=1", "batch.micro_size=1", "activation_checkpoint=offload", "clip.mode=block")
     for override in ("optim.in_backward=true", "optim.kind=paged_adam8bit"):
