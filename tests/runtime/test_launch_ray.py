@@ -298,7 +298,7 @@ def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(cluster, storag
 
 
 def short_of_memory(config, context):
-    """Have not the memory on rank 1 at step 5, while rank 0 waits for it; one rung lower, on both at step 7."""
+    """Have not the memory on rank 1 at step 5, while rank 0 waits for it."""
     import torch.distributed as dist
 
     from fluxray.errors import OutOfMemory
@@ -306,7 +306,7 @@ def short_of_memory(config, context):
     start = newest(context)
     say(context, f"rank {context.rank}, rung {context.rung}, from step {start}")
     for step in range(start + 1, config.train.num_steps + 1):
-        if (step, context.rung) == (7, 1) or (step, context.rung, context.rank) == (5, 0, 1):
+        if (step, context.rung, context.rank) == (5, 0, 1):
             raise OutOfMemory(f"in step {step} (rank {context.rank})")
         dist.barrier()
         context.report(Report(step, {"train/loss": 1 / step}))
@@ -325,17 +325,14 @@ def test_where_one_rank_has_not_the_memory_all_go_on_one_rung_lower(cluster, sto
     done = launch(configure(storage, "short", **asked), short_of_memory)
     assert done.summary.step == 8
     assert sorted(said(storage, "short")) == [
-        f"rank {rank}, rung {rung}, from step {start}" for rank in (0, 1) for rung, start in enumerate((0, 4, 6))
+        f"rank {rank}, rung {rung}, from step {start}" for rank in (0, 1) for rung, start in enumerate((0, 4))
     ]
-    told = [
-        "out of memory in step 5 (rank 1): goes on from step 4 with batch.micro_size=2 batch.accumulation_steps=2",
-        "out of memory in step 7 (rank 0): goes on from step 6 with batch.micro_size=1 batch.accumulation_steps=4",
-    ]
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("out of memory")] == told
+    told = "out of memory in step 5 (rank 1): goes on from step 4 with batch.micro_size=2 batch.accumulation_steps=2"
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("out of memory")] == [told]
     assert mlflow_runs(storage, "short") == (["FINISHED"], [list(range(1, 9))])
     client = MlflowClient(tracking_uri=f"sqlite:///{storage / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("fluxray").experiment_id], "tags.`fluxray.run` = 'short'")
-    assert [run.data.tags["oom.1"], run.data.tags["oom.2"]] == told
+    assert run.data.tags["oom.1"] == told and "oom.2" not in run.data.tags
 
 
 def one_rank_at_fault(config, context):
