@@ -104,5 +104,5 @@ def test_rows_become_a_batch_padded_with_the_tokenizers_pad() -> None:
     batch = LmTask(pad_id=5).prepare([row(4), row(2)], key)
     assert batch.input_ids.tolist() == [[10, 11, 12, 13], [10, 11, 5, 5]]
     assert batch.targets.tolist() == [[11, 12, 13, IGNORE_INDEX], [11, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]
-    assert (batch.num_valid, batch.num_tokens, batch.single_document, batch.key) == (4, 8, False, key)
+    assert (batch.num_valid, batch.num_tokens, batch.single_document, batch.key) == (4, 8, True, key)
     assert LmTask(0).prepare([row(3)], None).key is None
