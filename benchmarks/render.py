@@ -43,6 +43,14 @@ COLUMNS = {
     "device_gb": "device GB",
     "planned_device_gb": "planned",
     "host_gib": "host GiB",
+    "claim": "claimed",
+    "saved_gb": "GB saved",
+    "reserved_over_allocated": "reserved over allocated",
+    "padding_share": "padding",
+    "last_loss": "last loss",
+    "off_by_loss": "off fp32 by",
+    "range_of_seeds": "range of seeds",
+    "best_lr": "best learning rate",
     "first_step_s": "first step, s",
     "ratio": "ratio",
     "price_per_hour": "dollars an hour",
@@ -113,6 +121,18 @@ def outage_conclusion(rows: list[Row]) -> str:
     )
 
 
+def techniques_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of techniques.json show."""
+    whole = next((row for row in rows if row["note"] == "all together" and "ratio" in row), None)
+    measured = sorted((row for row in rows if "tokens_per_s" in row and "ratio" in row), key=lambda row: -row["ratio"])
+    pays = ", ".join(f"`{row['note']}` {row['ratio']:.2f}" for row in measured if row["ratio"] >= 1.03 and row is not whole)
+    costs = ", ".join(f"`{row['note']}` {row['ratio']:.2f}" for row in measured if row["ratio"] < 0.97)
+    told = f"Times the speed of its baseline: {pays or 'nothing alone'} pay in speed; {costs or 'nothing'} cost some, for memory."
+    if whole is not None and "saved_gb" in whole:
+        told += f" What pays, all together, trains {whole['ratio']:.2f} times as fast in {whole['saved_gb']:.0f} GB less."
+    return told
+
+
 def stream_conclusion(rows: list[Row]) -> str:
     """Say what the rows of stream.json show."""
     by_note = {row["note"]: row for row in rows}
@@ -161,6 +181,7 @@ CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "drill-8-workers": ("Kills at random steps, 8 workers", drill_conclusion),
     "stream": ("neox-20b (20.55B) on one GPU of at most 45 GB, sequence 2,048", stream_conclusion),
     "step_kernel": ("The optimizer step of one block, 8-bit AdamW", step_kernel_conclusion),
+    "techniques": ("What each technique costs and saves: flux2-seed on one GPU", techniques_conclusion),
     "prediction": ("What to expect of one RTX A6000, and what it costs", prediction_conclusion),
     "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
