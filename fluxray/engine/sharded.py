@@ -70,24 +70,23 @@ class ShardedEngine:
         num_valid = self._runtime.sum_over_ranks(float(sum(batch.num_valid for batch in micro_batches)))
         divisor = num_valid.clamp(min=1.0)
         loss_sum = torch.zeros((), device=self._runtime.device)
+        assert self._in_backward is None or len(micro_batches) == 1, "refused by check_consistent"
         if self._graphs is not None:
             self._graphs.begin()
         for batch in micro_batches:
             if self._graphs is not None:
                 loss_sum += self._graphs(batch, divisor)
-            elif self._in_backward is not None:
-                assert len(micro_batches) == 1, "refused by check_consistent"
-                loss_sum += self._differentiate(batch.to(self._runtime.device), divisor, lr)
             else:
-                loss_sum += self._differentiate(batch.to(self._runtime.device), divisor)
+                loss_sum += self._differentiate(batch.to(self._runtime.device), divisor, lr)
         loss = self._runtime.sum_over_ranks(loss_sum) / divisor
         grad_norm, withheld = self._step_after(loss, lr) if self._in_backward is None else self._in_backward.finish()
         return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
 
     def _differentiate(self, batch: Batch, divisor: Tensor, lr: float | None = None) -> Tensor:
-        """Run forward and backward of a micro-batch and return its summed loss; with `lr`, parameters step in backward."""
+        """Run forward and backward of a micro-batch and return its summed loss; `lr` is for those who step in backward."""
         loss, scaled = self._loss(batch, divisor)
-        if lr is not None and self._in_backward is not None:
+        if self._in_backward is not None:
+            assert lr is not None
             self._in_backward.begin(lr, self._runtime.sum_over_ranks(loss.detach()))
         scaled.backward()
         return loss.detach()
