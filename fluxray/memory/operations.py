@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fluxray.memory.live import FusedAttention, Operations, as_input
@@ -133,7 +132,8 @@ class _ListedAttention(TorchFunctionMode):
             result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         query, key, value = (cast(Tensor, part) for part in (*args, *kwargs.values())[:3])
-        self._listed.add_attention(given, result, cast(Any, flop_counter).sdpa_flop_count(query.shape, key.shape, value.shape))
+        num_scores = query.numel() // query.shape[-1] * key.shape[-2]  # of all heads of the queries, shared keys or not
+        self._listed.add_attention(given, result, 2 * num_scores * (query.shape[-1] + value.shape[-1]))
         return result
 
 

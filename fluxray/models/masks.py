@@ -86,4 +86,4 @@ def flex_tables(document_ids: Tensor, window: int | None = None) -> dict[str, Te
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of blocks of each row that are set, and the indices of all, those first."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.int()
+    return blocks.sum(-1, dtype=torch.int32).contiguous(), order.int().contiguous()  # as the kernel's backward reads them

@@ -81,6 +81,7 @@ def test_tables_are_those_that_torch_makes_from_the_whole_mask(length: int, wind
     expected = create_block_mask(visible, 3, None, length, length, device="cpu")
     for name, table in flex_tables(document_ids, window).items():
         assert torch.equal(table, getattr(expected, name)), name
+        assert table.is_contiguous(), f"{name}: the kernel's backward takes no strides of its last dimension"
     assert tuple(flex_tables(document_ids, window)) == FLEX_TABLES
 
 

@@ -1,5 +1,6 @@
 """A streamed run from configuration to export on a CPU, without Ray: stopped, killed, resumed to the bit, evaluated, reported."""
 
+import gc
 import json
 import os
 import signal
@@ -236,6 +237,8 @@ def test_whatever_ends_a_streamed_worker_the_last_checkpoint_is_good(tmp_path: P
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_memory_is_within_the_plan_and_waits_are_told(tmp_path: Path, cache: Path) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # what tests before it have left in this process
     words = [word for word in STREAM if not word.startswith(("hardware.", "engine.kind"))]
     limit = ("hardware.device_memory=4GB", "hardware.host_memory=8GiB", "compile=false", "model.config.num_hidden_layers=6")
     reports: list[Report] = []
