@@ -3,7 +3,8 @@
 Nothing here does work. A model family is a `Task` and a `BlockStack`; a way to run it is an `Engine`; the `Trainer` knows only
 these.
 
-Shapes: B micro-batch, S sequence, D hidden size, V vocabulary.
+Shapes: B micro-batch, S sequence, D hidden size, V vocabulary; T image tokens, C packed channels, L text tokens, E text width,
+P pooled width.
 """
 
 from abc import ABC, abstractmethod
@@ -98,6 +99,39 @@ class TextBatch:
             for name in ("input_ids", "position_ids", "document_ids", "targets")
         }
         return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class FlowBatch:
+    """Noised images of one resolution with texts of one length.
+
+    With latents z, noise eps and noise level `sigma` fp32 [B] in [0, 1]: `noised` = (1 - sigma) z + sigma eps and `target` =
+    eps - z, both fp32 [B, T, C] and packed as the family's pipeline packs latents, T = `height` x `width` tokens. `weight` fp32
+    [B] multiplies each sample's own mean square error; 0 in a stand-in that does not count. `text` [B, L, E] fp32 or bf16;
+    `pooled` [B, P], FLUX.1's, and `guidance` fp32 [B] are None for a model that reads none. `num_valid` samples count.
+    """
+
+    noised: Tensor
+    target: Tensor
+    sigma: Tensor
+    weight: Tensor
+    text: Tensor
+    pooled: Tensor | None
+    guidance: Tensor | None
+    height: int
+    width: int
+    num_valid: int
+    key: BatchKey | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of positions of images and texts."""
+        return len(self.noised) * (self.noised.shape[1] + self.text.shape[1])
+
+    def to(self, device: torch.device) -> "FlowBatch":
+        """Return a copy whose tensors are on `device`."""
+        held = {name: getattr(self, name) for name in ("noised", "target", "sigma", "weight", "text", "pooled", "guidance")}
+        return replace(self, **{n: None if t is None else t.to(device, non_blocking=True) for n, t in held.items()})
 
 
 class State(NamedTuple):
