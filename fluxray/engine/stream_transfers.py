@@ -118,10 +118,12 @@ class CudaTransfers:
         torch.cuda.synchronize(self._device)
 
     def read_waits(self) -> tuple[float, float]:
-        """Return the seconds between the events around each wait of the two streams."""
-        waited = tuple(sum(begin.elapsed_time(end) for begin, end in waits) / 1000 for waits in (self._stalls, self._behind))
-        self._stalls.clear()
-        self._behind.clear()
+        """Return the seconds between the events around each wait of the two streams; one that is not over counts next time."""
+        waited = [0.0, 0.0]
+        for index, waits in enumerate((self._stalls, self._behind)):
+            over = [wait for wait in waits if wait[1].query()]
+            waited[index] = sum(begin.elapsed_time(end) for begin, end in over) / 1000
+            waits[:] = [wait for wait in waits if wait not in over]
         return waited[0], waited[1]
 
     def _queue(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Event:

@@ -131,3 +131,13 @@ def test_no_memory_is_taken_once_a_run_is_warm() -> None:
     run_steps(engine, 3, 2)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_waits_that_are_not_over_count_in_the_next_reading() -> None:
+    lanes = CudaTransfers(CUDA)
+    host, device = torch.zeros(1 << 20).pin_memory(), torch.zeros(1 << 20, device=CUDA)
+    torch.cuda._sleep(int(2e8))
+    lanes.fetch(device, host, [lanes.mark()])
+    assert lanes.read_waits() == (0.0, 0.0)
+    lanes.synchronize()
+    assert lanes.read_waits()[1] > 0.01

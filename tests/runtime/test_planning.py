@@ -129,7 +129,7 @@ def test_the_probes_measure_what_hardware_can_do():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_block_is_measured_where_the_matrix_rate_is_open():
-    words = ("compile=false", "allocator=native", "batch.micro_size=8", "data.packing=false")
+    words = ("compile=false", "allocator=native", "attention=flash", "batch.micro_size=8", "data.packing=false")
     counted, found = (planned("lm-tiny", *words, *more) for more in ((), ("hardware.tflops=null",)))
     assert 0 < found.hardware.block_share < 1 and found.hardware.block_share != BLOCK_SHARE
     assert found.hardware.sources["blocks"].endswith(" TFLOPS, measured")
