@@ -158,12 +158,18 @@ def _of_torch(kernel: Kernel, heads: Heads, mask: Tensor | None, dropout: float)
 
 
 def _cudnn(heads: Heads, dropout: float) -> Tensor:
-    """Call cuDNN with inputs and gradients in the one layout that all its versions take: dense, as [B, S, H, D]."""
+    """Call cuDNN with inputs and gradients in the one layout that all its versions take: dense, as [B, S, H, D].
+
+    Compiled, inputs are laid out by plain operations: of an autograd function torch 2.11 keeps the results for backward, inside a
+    checkpoint, too. The gradient then comes as traced, dense from the projection behind attention.
+    """
     if heads.query.shape[2] == 1:  # it takes no sequence of one position
         return _of_torch("math", heads, None, dropout)
-    query, key, value = (_dense(tensor) for tensor in heads[:3])
+    lay_out = _laid_out if torch.compiler.is_compiling() else _dense
+    query, key, value = (lay_out(tensor) for tensor in heads[:3])
     options: dict[str, Any] = {"scale": heads.scaling}
-    return _dense(_aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, dropout, True, False, **options)[0])
+    output = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, dropout, True, False, **options)[0]
+    return output if torch.compiler.is_compiling() else _dense(output)
 
 
 def _varlen(heads: Heads, bounds: Tensor, window: int | None) -> Tensor:

@@ -1,9 +1,12 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fluxray.models import attention
 from fluxray.models.attention import Heads, attend, attention_inputs
@@ -127,6 +130,36 @@ def test_cudnn_gets_dense_inputs_and_a_dense_gradient() -> None:
     for tensor in (*forward[:3], backward[0]):
         _, heads, length, width = tensor.shape
         assert tensor.stride() == (length * heads * width, width, heads * width, 1)
+
+
+def test_a_compiled_checkpoint_keeps_what_it_was_given_alone_under_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stand_in(query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float) -> Any:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scale)
+
+    monkeypatch.setattr(attention, "_aten", SimpleNamespace(_scaled_dot_product_cudnn_attention=stand_in))
+    weights = [torch.randn(32, 32, requires_grad=True) for _ in range(4)]
+    hidden = torch.randn(2, 8, 32, requires_grad=True)
+    kept: list[int] = []
+
+    def block(hidden: Tensor) -> Tensor:
+        query, key, value = ((hidden @ weight).view(2, 8, 4, 8).transpose(1, 2) for weight in weights[:3])
+        return attention._cudnn(Heads(query, key, value, 1.0), 0.0).transpose(1, 2).flatten(2) @ weights[3]
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            kept.append(tensor.numel())
+        return tensor
+
+    def run(hidden: Tensor) -> Any:
+        return checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=False)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager_decomp_partition")
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        output = compiled(hidden)
+    assert sorted(kept) == sorted([hidden.numel(), *(weight.numel() for weight in weights)])
+    gradients = [torch.autograd.grad(each.square().sum(), [hidden, *weights]) for each in (output, block(hidden))]
+    for actual, expected in zip(*gradients, strict=True):
+        assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("window", [None, 3])
