@@ -1,5 +1,6 @@
-"""What no single key can know: contradictions between keys, and values whose code is not there yet."""
+"""What no single key can know: contradictions between keys, and what a run needs beyond a plan."""
 
+from fluxray.config.checks_task import check_task
 from fluxray.config.mirror import check_mirror
 from fluxray.config.schema import BatchConfig, DataConfig, ProfileConfig, StreamEngineConfig, TrainConfig
 from fluxray.errors import ConfigError
@@ -16,6 +17,7 @@ def check_consistent(config: TrainConfig) -> None:
         )
     if config.model.fused_qkv and "_class_name" in config.model.config:
         raise ConfigError("model.fused_qkv: true, but the key is of language models, and this is an image model; drop it")
+    check_task(config)
     if not data.source or data.eval_source == ():
         raise ConfigError(f"data.{'eval_source' if data.source else 'source'}: [] names no data; name some, or drop the key")
     if data.eval_source is not None and data.eval_fraction != DataConfig.model_fields["eval_fraction"].default:
@@ -230,12 +232,9 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 
 def check_available(config: TrainConfig) -> None:
-    """Raise ConfigError for the first value that the schema knows and this version cannot run yet."""
-    if "_class_name" in config.model.config:
-        raise ConfigError(
-            f"model.config._class_name: {config.model.config['_class_name']!r} is an image model, which this version plans "
-            f"(`fluxray plan`) and does not train; choose a language model, such as --model neox-20b"
-        )
+    """Raise ConfigError for the first value that can be planned with and not run."""
+    if config.task.kind == "flow" and config.data.cache is None:
+        raise ConfigError("data.cache: null, but task.kind flow trains on encoded images and texts; set data.cache=FOLDER")
     if config.engine.kind == "sharded" and config.optim.master != "fp32":
         raise ConfigError(
             f"optim.master: {config.optim.master!r} saves host memory for engine.kind stream; the weights of engine.kind sharded "

@@ -19,6 +19,9 @@ from fluxray.config.schema import Section, TrainConfig
 from fluxray.config.text import Tree
 from fluxray.errors import ConfigError
 
+MODEL_NAMES = ("model_type", "_class_name")
+"""Keys by which a config.json names its model: that of transformers and that of diffusers."""
+
 Overrides = Sequence[str] | Mapping[str, Any]
 
 
@@ -50,7 +53,7 @@ def layers(profile: str | None, model: str | None, overrides: Overrides) -> list
 def merge(low: Tree, high: Tree) -> Tree:
     """Return `low` with the keys of `high` laid over it.
 
-    A section whose `kind` changes, and a `model.config` whose `model_type` does, starts anew.
+    A section whose `kind` changes, and a `model.config` that becomes another library's or another model's, starts anew.
     """
     merged = dict(low)
     for key, value in high.items():
@@ -142,4 +145,5 @@ def _implied_by_model_config(found: Sequence[Tree]) -> Tree:
 
 
 def _other_kind(old: Tree, new: Tree) -> bool:
-    return any(key in old and key in new and old[key] != new[key] for key in ("kind", "model_type"))
+    changed = any(key in old and key in new and old[key] != new[key] for key in ("kind", *MODEL_NAMES))
+    return changed or any(one in old and other in new for one, other in (MODEL_NAMES, MODEL_NAMES[::-1]))

@@ -6,19 +6,15 @@ belongs to a hardware shape in `profiles/*.yaml`. Keys are the dotted paths thro
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fluxray.config.quantities import RATE, SIZE
+from fluxray.config.section import Section
+from fluxray.config.tasks import FlowTaskConfig, LmTaskConfig
 
 Kernel = Literal["flash", "efficient", "math", "cudnn", "flex", "varlen"]
 """What computes attention: `fluxray/models/attention.py` describes them."""
 CheckpointKind = Literal["none", "full", "sqrt", "every_n", "selective", "offload"]
-
-
-class Section(BaseModel):
-    """A frozen group of keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 class ModelConfig(Section):
@@ -27,12 +23,6 @@ class ModelConfig(Section):
     config: dict[str, Any] = Field(default={}, description="keys of the library's config.json; or the path of such a file")
     weights: str | None = Field(default=None, description="path:DIR or hf:NAME; its config.json is the model's")
     fused_qkv: bool = Field(default=False, description="one projection in place of an attention's three; saved as three")
-
-
-class LmTaskConfig(Section):
-    """Causal language modelling: cross-entropy of the next token of the same document."""
-
-    kind: Literal["lm"] = "lm"
 
 
 class ShardedEngineConfig(Section):
@@ -61,7 +51,10 @@ class StreamEngineConfig(Section):
 
 
 class DataConfig(Section):
-    """Where the text comes from and how it becomes rows of tokens."""
+    """Where the text comes from and how it becomes rows of tokens; for task.kind flow, the caches of latents and texts.
+
+    With flow `cache`, `eval_cache` and `eval_fraction` are the keys that count.
+    """
 
     source: str | tuple[str, ...] = Field(
         default="builtin:topics", description="builtin:topics, path:FILE-OR-GLOB or hf:NAME[:CONFIG[:SPLIT]]; one or a list"
@@ -69,7 +62,9 @@ class DataConfig(Section):
     eval_source: str | tuple[str, ...] | None = Field(
         default=None, description="held-out data, same forms; without it eval_fraction of source is held out"
     )
-    eval_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of the tokens held out, by whole documents")
+    eval_fraction: float = Field(
+        default=0.05, gt=0, lt=1, description="share of the tokens held out, by whole documents; of the images of a cache"
+    )
     text_key: str = Field(default="text", description="field of jsonl, parquet and hf rows that holds the text")
     tokenizer: str | None = Field(
         default=None, description="train, path:DIR or hf:NAME; default: that of model.weights, else trained on the source"
@@ -82,6 +77,10 @@ class DataConfig(Section):
         default=False, description="without packing: rows of similar length share a global batch, which leaves little padding"
     )
     max_slice: int = Field(default=512, ge=2, description="tokens in a row; longer documents are cut")
+    cache: str | None = Field(default=None, description="flow: folder of encoded images and texts to train on")
+    eval_cache: str | None = Field(
+        default=None, description="flow: folder of held-out ones; without it eval_fraction of cache is held out"
+    )
 
 
 class BatchConfig(Section):
@@ -273,7 +272,7 @@ class TrainConfig(Section):
     )
     allocator: Literal["native", "expandable", "async"] = "native"
     model: ModelConfig = ModelConfig()
-    task: LmTaskConfig = LmTaskConfig()
+    task: Annotated[LmTaskConfig | FlowTaskConfig, Field(discriminator="kind")] = LmTaskConfig()
     engine: Annotated[ShardedEngineConfig | StreamEngineConfig, Field(discriminator="kind")] = ShardedEngineConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()

@@ -18,6 +18,46 @@ CONTRADICTIONS = {
     ("model.fused_qkv=true", "model.config._class_name=FluxTransformer2DModel"): (
         "model.fused_qkv: true, but the key is of language models, and this is an image model; drop it"
     ),
+    ("task.kind=flow", "model.config.model_type=llama"): (
+        "task.kind: 'flow', but model.config.model_type 'llama' is a language model; set task.kind=lm"
+    ),
+    ("model.config._class_name=FluxTransformer2DModel",): (
+        "task.kind: 'lm', but model.config._class_name 'FluxTransformer2DModel' is an image model; set task.kind=flow"
+    ),
+    ("data.cache=photos",): (
+        "data.cache: 'photos' has no effect with task.kind lm, which reads data.source; drop it, or set task.kind=flow"
+    ),
+    ("data.eval_cache=photos",): (
+        "data.eval_cache: 'photos' has no effect with task.kind lm, which reads data.source; drop it, or set task.kind=flow"
+    ),
+    ("task.kind=flow", "task.mode_scale=1"): (
+        "task.mode_scale: 1 has no effect with task.timesteps logit_normal; drop it or set task.timesteps=mode"
+    ),
+    ("task.kind=flow", "task.timesteps=mode", "task.timestep_std=2"): (
+        "task.timestep_std: 2 has no effect with task.timesteps mode; drop it or set task.timesteps=logit_normal"
+    ),
+    ("task.kind=flow", "data.source=path:x"): (
+        "data.source: is of text, and task.kind flow reads images and texts from data.cache; drop it"
+    ),
+    ("task.kind=flow", "data.packing=false"): (
+        "data.packing: is of text, and task.kind flow reads images and texts from data.cache; drop it"
+    ),
+    ("task.kind=flow", "data.eval_cache=a", "data.eval_fraction=0.1"): (
+        "data.eval_fraction: has no effect beside data.eval_cache; set one of them"
+    ),
+    ("task.kind=flow", "loss.chunk_tokens=64"): (
+        "loss.chunk_tokens: 64 cuts the logits of a language model, and task.kind is flow; drop it"
+    ),
+    ("task.kind=flow", "batch.dynamic=true"): (
+        "batch.dynamic: true is for rows of text, and task.kind is flow; set batch.dynamic=false"
+    ),
+    ("task.kind=flow", "attention=varlen"): (
+        "attention: 'varlen' keeps packed documents apart, and the images of task.kind flow are not packed; set attention=auto, "
+        "or attention=flash"
+    ),
+    ("task.kind=flow", "task.guidance=3.5", "model.config.guidance_embeds=false"): (
+        "task.guidance: 3.5 has no effect, since model.config.guidance_embeds is false; drop it"
+    ),
     ("data.length_grouping=true",): (
         "data.length_grouping: true, but packed rows all have data.max_slice 512 tokens; set data.packing=false, or drop it"
     ),
@@ -119,6 +159,7 @@ CONTRADICTIONS = {
 }  # fmt: skip
 
 NOT_YET = {
+    ("task.kind=flow",): ("data.cache: null, but task.kind flow trains on encoded images and texts; set data.cache=FOLDER"),
     ("optim.master=split24", "precision=mixed-bf16"): (
         "optim.master: 'split24' saves host memory for engine.kind stream; the weights of engine.kind sharded are fp32 masters "
         "already; set optim.master=fp32"
@@ -138,11 +179,43 @@ def test_consistent_keys_pass():
     assert resolve(overrides=["batch.dynamic=true", "batch.accumulation_steps=3"]).batch.dynamic_sizes == (4, 6, 8, 12)
     resolve(overrides=["data.length_grouping=true", "data.packing=false"])
     resolve(overrides=["data.vocab_size=300", "data.tokenizer=train"])
+    resolve(model="flux1-tiny", overrides=["data.cache=a", "data.eval_cache=b", "task.timesteps=mode", "task.mode_scale=1"])
+    resolve(model="flux1-tiny", overrides=["data.cache=a", "data.eval_fraction=0.1", "attention=flash", "task.guidance=3.5"])
     resolve(overrides=["allocator=async", "resources.gpu=1", "resources.accelerator=RTX-A6000"])
     resolve(overrides=["resources.gpu=0.25"])
     resolve(overrides=["resources.gpu=1", "optim.kind=paged_adam8bit"])
     resolve(overrides=["optim.in_backward=true", "clip.mode=block", "batch.accumulation_steps=1"])
     resolve(overrides=["resources.gpu=0.75", "resources.num_workers=2"])  # no two of them fit on one card
+
+
+@pytest.mark.parametrize("key", ["max_slice=64", "length_grouping=true", "tokenizer=train", "text_key=t", "eval_source=path:x"])
+def test_keys_of_text_are_not_ignored_by_flow(key):
+    with pytest.raises(ConfigError, match=rf"^data\.{key.partition('=')[0]}: is of text"):
+        resolve(overrides=["task.kind=flow", f"data.{key}"])
+
+
+def test_the_folder_of_published_weights_tells_their_kind(tmp_path):
+    pipeline, transformer, text = tmp_path / "pipeline", tmp_path / "transformer", tmp_path / "text"
+    for folder, name, content in (
+        (pipeline, "model_index.json", "{}"),
+        (transformer, "config.json", '{"_class_name": "FluxTransformer2DModel"}'),
+        (text, "config.json", '{"model_type": "llama"}'),
+    ):
+        folder.mkdir()
+        (folder / name).write_text(content)
+    for folder in (pipeline, transformer):
+        assert resolve(model=f"path:{folder}", overrides=["task.kind=flow"]).task.kind == "flow"
+        assert resolve(model="flux1-dev", overrides=[f"model.weights=path:{folder}"]).task.kind == "flow"
+        with pytest.raises(ConfigError) as refused:
+            resolve(model=f"path:{folder}")
+        assert str(refused.value) == (
+            f"task.kind: 'lm', but model.weights path:{folder} is an image model, as its folder says; set task.kind=flow, or "
+            f"choose its preset, such as --model flux1-dev"
+        )
+    assert resolve(model=f"path:{text}").task.kind == "lm"
+    with pytest.raises(ConfigError, match=r"is a language model, as its folder says; set task\.kind=lm$"):
+        resolve(model=f"path:{text}", overrides=["task.kind=flow"])
+    assert resolve(model="path:/none").task.kind == resolve(model="hf:EleutherAI/pythia-14m").task.kind == "lm"
 
 
 GRAPH = ("cuda_graph=true", "resources.gpu=1")

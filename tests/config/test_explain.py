@@ -35,7 +35,9 @@ WRONG_TYPE = {
     "name=a/b": "name: 'a/b' is not text of the form ^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$ or null",
     "model.config=5": "model.config: 5 is not a mapping",
     "resources.label_selector={a: [1]}": 'resources.label_selector: {"a": [1]} is not a mapping of names to texts',
-    "task.kind=flow": "task.kind: 'flow' is not lm",
+    "task.kind=vae": "task.kind: 'vae' is not one of lm, flow",
+    "task.mode_scale=2": "task.mode_scale: has no effect with task.kind lm; drop it or set task.kind=flow",
+    "data.cache=[a]": 'data.cache: ["a"] is not text or null',
 }  # fmt: skip
 
 SECTION = {

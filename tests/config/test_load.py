@@ -80,6 +80,12 @@ def test_models_of_another_type_do_not_mix():
     assert narrower.model.config == {**resolve(model="lm-tiny").model.config, "num_hidden_layers": 2}
 
 
+def test_models_of_other_libraries_do_not_mix(tmp_path):
+    keys = {"_class_name": "FluxTransformer2DModel", "num_layers": 2}
+    words = {"task.kind": "flow", "model.config": keys, "data.cache": "a"}
+    assert resolve(model="flux2-seed", overrides=words).model.config == keys
+
+
 @pytest.mark.parametrize("name", ["path:/models/pythia", "hf:EleutherAI/pythia-14m"])
 def test_a_published_model_is_named_by_where_it_is(name):
     assert resolve(model=name).model.weights == name
@@ -91,6 +97,7 @@ def test_every_preset_resolves_under_every_profile(profile, model):
     config = resolve(profile, model)
     image_model = model.startswith(("flux1-", "flux2-")) and model != "flux2-seed"
     assert config.model.config["_class_name" if image_model else "model_type"]
+    assert config.task.kind == ("flow" if image_model else "lm")
 
 
 def test_presets_are_listed():

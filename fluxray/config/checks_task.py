@@ -1,0 +1,91 @@
+"""What `task.kind` asks of the other keys: a model of its own library, its own data, and no option of the other kind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fluxray.config.schema import DataConfig, FlowTaskConfig, TrainConfig
+from fluxray.errors import ConfigError
+
+CACHES = ("cache", "eval_cache")
+FLOW_DATA = {*CACHES, "eval_fraction"}
+"""Keys of data that task.kind flow reads; the others are of text."""
+
+OF_LAW = {"timestep_mean": "logit_normal", "timestep_std": "logit_normal", "mode_scale": "mode"}
+"""Which of `task.timesteps` a key belongs to."""
+
+TEXT_KERNELS = ("varlen", "flex")
+
+
+def check_task(config: TrainConfig) -> None:
+    """Raise ConfigError for the first key that does not go with `task.kind`."""
+    _check_model(config)
+    if isinstance(config.task, FlowTaskConfig):
+        _check_law(config.task)
+        _check_flow(config, config.task)
+        return
+    for key in CACHES:
+        if getattr(config.data, key) is not None:
+            raise ConfigError(
+                f"data.{key}: {getattr(config.data, key)!r} has no effect with task.kind lm, which reads data.source; drop it, "
+                f"or set task.kind=flow"
+            )
+
+
+def _check_model(config: TrainConfig) -> None:
+    model, kind = config.model, config.task.kind
+    image_model, text_model = model.config.get("_class_name"), model.config.get("model_type")
+    if kind == "lm" and image_model is not None:
+        raise ConfigError(f"task.kind: 'lm', but model.config._class_name {image_model!r} is an image model; set task.kind=flow")
+    if kind == "flow" and text_model is not None:
+        raise ConfigError(f"task.kind: 'flow', but model.config.model_type {text_model!r} is a language model; set task.kind=lm")
+    published = None if model.weights is None else _published_kind(model.weights)
+    if published not in (None, kind):
+        what = "an image model, as its folder says; set task.kind=flow, or choose its preset, such as --model flux1-dev"
+        what = what if published == "flow" else "a language model, as its folder says; set task.kind=lm"
+        raise ConfigError(f"task.kind: {kind!r}, but model.weights {model.weights} is {what}")
+
+
+def _published_kind(weights: str) -> str | None:
+    """Return the kind of task of published weights as far as files on this machine tell: a hub name, say, tells nothing."""
+    folder = Path(weights.removeprefix("path:")).expanduser()
+    if not weights.startswith("path:"):
+        return None
+    if (folder / "model_index.json").is_file():
+        return "flow"
+    try:
+        keys: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return "flow" if "_class_name" in keys else "lm" if "model_type" in keys else None
+
+
+def _check_law(task: FlowTaskConfig) -> None:
+    for key, law in OF_LAW.items():
+        value = getattr(task, key)
+        if task.timesteps != law and value != FlowTaskConfig.model_fields[key].default:
+            raise ConfigError(
+                f"task.{key}: {value:g} has no effect with task.timesteps {task.timesteps}; drop it or set task.timesteps={law}"
+            )
+
+
+def _check_flow(config: TrainConfig, task: FlowTaskConfig) -> None:
+    data, fields = config.data, DataConfig.model_fields
+    for key in fields:
+        if key not in FLOW_DATA and getattr(data, key) != fields[key].default:
+            raise ConfigError(f"data.{key}: is of text, and task.kind flow reads images and texts from data.cache; drop it")
+    if data.eval_cache is not None and data.eval_fraction != fields["eval_fraction"].default:
+        raise ConfigError("data.eval_fraction: has no effect beside data.eval_cache; set one of them")
+    if config.loss.chunk_tokens is not None:
+        raise ConfigError(
+            f"loss.chunk_tokens: {config.loss.chunk_tokens} cuts the logits of a language model, and task.kind is flow; drop it"
+        )
+    if config.batch.dynamic:
+        raise ConfigError("batch.dynamic: true is for rows of text, and task.kind is flow; set batch.dynamic=false")
+    if config.attention in TEXT_KERNELS:
+        raise ConfigError(
+            f"attention: {config.attention!r} keeps packed documents apart, and the images of task.kind flow are not packed; "
+            f"set attention=auto, or attention=flash"
+        )
+    if task.guidance != FlowTaskConfig.model_fields["guidance"].default and config.model.config.get("guidance_embeds") is False:
+        raise ConfigError(f"task.guidance: {task.guidance:g} has no effect, since model.config.guidance_embeds is false; drop it")
