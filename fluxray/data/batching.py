@@ -5,16 +5,20 @@ is the same global batch, in the same order, for all K, N and m of equal product
 
 Rows of different length are padded to the longest of their micro-batch. Where they are grouped by length, a global batch holds
 rows of similar length in ascending order, so that neighbours, which share a micro-batch, differ little.
+
+Pictures are not padded: rows of one bucket, a resolution and a text length, stand together in a global batch, and a micro-batch
+ends where a bucket does.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fluxray.data.latents import FlowRow
 from fluxray.data.rows import TextRow
 from fluxray.errors import DataError
 from fluxray.protocols import IGNORE_INDEX, BatchKey, SampleId, TextBatch
@@ -56,6 +60,34 @@ def grouped_order(lengths: np.ndarray, global_size: int, seed: int, epoch: int) 
     return np.concatenate(parts)
 
 
+def bucketed_order(buckets: np.ndarray, global_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Return an order in which global batches hold rows of one bucket as far as they go: a permutation, int64 [num_rows].
+
+    `buckets` int64 [num_rows] are numbered from 0. Rows are shuffled, and those of each bucket cut into batches. What is left of
+    the buckets, one after the other, makes up mixed batches; all are shuffled together. A batch that two epochs share gets rows
+    that were left over from both.
+    """
+    random = generator(seed, "order", epoch)
+    shuffled = random.permutation(len(buckets))
+    lead = min(-epoch * len(buckets) % global_size, len(buckets))  # rows that complete the last batch of the epoch before
+    tail = (len(buckets) - lead) % global_size
+    whole, rest = [], []
+    for bucket in range(int(buckets.max()) + 1):
+        rows = shuffled[buckets[shuffled] == bucket]
+        cut = len(rows) - len(rows) % global_size
+        whole.append(rows[:cut])
+        rest.append(rows[cut:])
+    batches = random.permutation(np.concatenate(whole).reshape(-1, global_size))
+    if sum(map(len, rest)) < lead + tail:  # by a whole batch then: both counts are the same modulo global_size
+        rest.append(batches[-1])
+        batches = batches[:-1]
+    left = np.concatenate(rest)
+    left = left[np.argsort(buckets[left], kind="stable")]
+    mixed = left[lead + tail :].reshape(-1, global_size)
+    ordered = random.permutation(np.concatenate([batches, mixed])).reshape(-1)
+    return np.concatenate([left[:lead], ordered, left[lead : lead + tail]])
+
+
 def global_batches(
     num_rows: int, global_size: int, seed: int, epoch: int = 0, position: int = 0, lengths: np.ndarray | None = None
 ) -> Iterator[GlobalBatch]:
@@ -73,6 +105,22 @@ def global_batches(
     def order_of(epoch: int) -> np.ndarray:
         return sample_order(num_rows, seed, epoch) if lengths is None else grouped_order(lengths, global_size, seed, epoch)
 
+    return _draw(order_of, global_size, epoch, position)
+
+
+def bucketed_batches(
+    buckets: np.ndarray, global_size: int, seed: int, epoch: int = 0, position: int = 0
+) -> Iterator[GlobalBatch]:
+    """Yield what `global_batches` does of rows of these buckets, in their `bucketed_order`."""
+    if position >= len(buckets):
+        raise DataError(
+            f"data.cache: {len(buckets)} samples in an epoch, but the run stands at sample {position}; "
+            f"resume it on the cache it began with"
+        )
+    return _draw(lambda epoch: bucketed_order(buckets, global_size, seed, epoch), global_size, epoch, position)
+
+
+def _draw(order_of: Callable[[int], np.ndarray], global_size: int, epoch: int, position: int) -> Iterator[GlobalBatch]:
     order = order_of(epoch)
     while True:
         samples: list[SampleId] = []
@@ -80,7 +128,7 @@ def global_batches(
             taken = order[position : position + global_size - len(samples)]
             samples.extend(SampleId(epoch, index) for index in taken.tolist())
             position += len(taken)
-            if position == num_rows:
+            if position == len(order):
                 epoch, position = epoch + 1, 0
                 order = order_of(epoch)
         yield tuple(samples), epoch, position
@@ -117,6 +165,20 @@ def cut_rounds(lengths: Sequence[int], num_ranks: int, max_rows: int, max_tokens
     return rounds
 
 
+def cut_buckets(
+    lengths: Sequence[int], buckets: Sequence[int], num_ranks: int, max_rows: int, max_tokens: int | None = None
+) -> list[list[range]]:
+    """Return what `cut_rounds` does of each run of neighbours of one bucket, so that no round has rows of two."""
+    rounds: list[list[range]] = []
+    begin = 0
+    for _, run in groupby(buckets):
+        end = begin + len(list(run))
+        for of_ranks in cut_rounds(lengths[begin:end], num_ranks, max_rows, max_tokens):
+            rounds.append([range(begin + share.start, begin + share.stop) for share in of_ranks])
+        begin = end
+    return rounds
+
+
 def padding_share(lengths: Sequence[int], rounds: Sequence[Sequence[range]]) -> float:
     """Return which share of the positions of all micro-batches is padding, rows that stand in for missing ones included."""
     positions = sum(
@@ -150,6 +212,11 @@ def collate_text(rows: Sequence[TextRow], key: BatchKey | None, pad_id: int) -> 
 def without_targets(row: TextRow) -> TextRow:
     """Return the row with zero weight in the loss, for a rank that has run out of rows."""
     return row._replace(targets=np.full_like(row.targets, IGNORE_INDEX))
+
+
+def without_weight(row: TextRow | FlowRow) -> TextRow | FlowRow:
+    """Return the row so that it does not count in the loss, for a rank that has run out of rows."""
+    return row._replace(weight=0.0) if isinstance(row, FlowRow) else without_targets(row)
 
 
 def _stack(rows: Sequence[TextRow], field: str, tails: Sequence[np.ndarray]) -> Tensor:

@@ -5,29 +5,66 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from fluxray.config.schema import BatchConfig
-from fluxray.data.batching import cut_rounds, global_batches, padding_share, rank_micro_batches, without_targets
-from fluxray.data.rows import TextRow, TextRows
+from fluxray.data.batching import (
+    GlobalBatch,
+    bucketed_batches,
+    cut_buckets,
+    cut_rounds,
+    global_batches,
+    padding_share,
+    rank_micro_batches,
+    without_weight,
+)
 from fluxray.errors import DataError
 from fluxray.protocols import Batch, BatchKey, MicroBatches, RunState, SampleId
 
 PREFETCHED_STEPS = 2
 
 T = TypeVar("T")
-Prepare = Callable[[Sequence[TextRow], BatchKey | None], Batch]
+Prepare = Callable[[Sequence[Any], BatchKey | None], Batch]
+
+
+class Rows(Protocol):
+    """What is learned: `TextRows` or `LatentRows`.
+
+    `buckets` int64 [rows] number the buckets of which only rows of one share a micro-batch, from 0; None where any do.
+    """
+
+    @property
+    def buckets(self) -> np.ndarray | None:
+        """The bucket of each row."""
+        ...
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Number of positions of each row: int64 [rows]."""
+        ...
+
+    @property
+    def max_slice(self) -> int:
+        """Most positions that a row may have."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Loader:
     """The batches of one rank out of `num_ranks`; all ranks draw the same global batches and keep their share.
 
-    `grouped`: rows of similar length share a global batch. `micro_rows` returns for a step, counted from 0, how many rows of full
-    length a micro-batch has; of shorter rows it has as many as make so many tokens. It is asked PREFETCHED_STEPS ahead at most.
+    `grouped`: rows of similar length share a global batch; rows in buckets stand together anyway. `micro_rows` returns for a
+    step, counted from 0, how many rows of full length a micro-batch has; of shorter rows it has as many as make so many tokens.
+    It is asked PREFETCHED_STEPS ahead at most.
     """
 
-    rows: TextRows
+    rows: Rows
     prepare: Prepare
     batch: BatchConfig
     rank: int
@@ -45,48 +82,61 @@ class Loader:
             raise DataError("data.source: has no row to train on; use more text")
         return prefetch(self._steps(state), PREFETCHED_STEPS)
 
-    def eval_groups(self, rows: Sequence[TextRow], max_rows: int) -> Iterator[list[Batch]]:
+    def eval_groups(self, rows: Rows, max_rows: int) -> Iterator[list[Batch]]:
         """Yield what `eval_batches` does in groups of as many as a step has micro-batches; the last may be smaller."""
         batches = self.eval_batches(rows, max_rows)
         while group := list(islice(batches, self.batch.accumulation_steps)):
             yield group
 
-    def eval_batches(self, rows: Sequence[TextRow], max_rows: int) -> Iterator[Batch]:
+    def eval_batches(self, rows: Rows, max_rows: int) -> Iterator[Batch]:
         """Yield batches of the first `max_rows` of `rows`, equally many of `micro_size` rows on every rank.
 
-        Over all ranks each row counts exactly once; where a rank lacks rows, zero-weight ones fill its batch.
+        Over all ranks each row counts exactly once; where a rank lacks rows, zero-weight ones fill its batch. Buckets come one
+        after the other.
         """
-        used = range(min(max_rows, len(rows)))
-        for share in rank_micro_batches(used, self.batch.micro_size, self.rank, self.num_ranks):
-            real = [rows[index] for index in share]
-            missing = self.batch.micro_size - len(real)
-            yield self.prepare(real + [without_targets(real[0] if real else rows[0])] * missing, None)
+        num_rows = min(max_rows, len(rows))
+        buckets = np.zeros(num_rows, np.int64) if rows.buckets is None else rows.buckets[:num_rows]
+        for bucket in np.unique(buckets):
+            used: list[int] = np.flatnonzero(buckets == bucket).tolist()
+            for share in rank_micro_batches(used, self.batch.micro_size, self.rank, self.num_ranks):
+                real = [rows[index] for index in share]
+                missing = self.batch.micro_size - len(real)
+                yield self.prepare(real + [without_weight(real[0] if real else rows[used[0]])] * missing, None)
 
     def _steps(self, state: RunState) -> Iterator[MicroBatches]:
-        global_size = self.batch.micro_size * self.batch.accumulation_steps * self.num_ranks
-        all_lengths = self.rows.row_lengths
-        grouping = all_lengths if self.grouped else None
-        draws = global_batches(len(self.rows), global_size, state.seed, state.epoch, state.position, grouping)
-        for step, (samples, epoch, position) in enumerate(draws, start=state.step):
-            lengths: list[int] = all_lengths[[sample.index for sample in samples]].tolist()
-            rounds, metrics = self._cut(step, lengths)
+        all_lengths, all_buckets = self.rows.row_lengths, self.rows.buckets
+        for step, (samples, epoch, position) in enumerate(self._draws(state), start=state.step):
+            drawn = [sample.index for sample in samples]
+            lengths: list[int] = all_lengths[drawn].tolist()
+            rounds, metrics = self._cut(step, lengths, None if all_buckets is None else all_buckets[drawn].tolist())
             batches = [self._micro_batch(samples, of_ranks, (state.seed, step)) for of_ranks in rounds]
             metrics["batch/padding_share"] = padding_share(lengths, rounds)
             yield MicroBatches(batches, epoch, position, metrics)
 
-    def _cut(self, step: int, lengths: Sequence[int]) -> tuple[list[list[range]], dict[str, float]]:
+    def _draws(self, state: RunState) -> Iterator[GlobalBatch]:
+        global_size = self.batch.micro_size * self.batch.accumulation_steps * self.num_ranks
+        if self.rows.buckets is not None:
+            return bucketed_batches(self.rows.buckets, global_size, state.seed, state.epoch, state.position)
+        grouping = self.rows.row_lengths if self.grouped else None
+        return global_batches(len(self.rows), global_size, state.seed, state.epoch, state.position, grouping)
+
+    def _cut(
+        self, step: int, lengths: Sequence[int], buckets: Sequence[int] | None
+    ) -> tuple[list[list[range]], dict[str, float]]:
         """Return the global batch cut into micro-batches, and what is to be said of that."""
         if self.micro_rows is None:
-            return cut_rounds(lengths, self.num_ranks, self.batch.micro_size), {}
-        size = self.micro_rows(step)
-        rounds = cut_rounds(lengths, self.num_ranks, self.batch.max_micro_size, size * self.rows.max_slice)
-        return rounds, {"batch/micro_size": float(size)}
+            bounds, metrics = (self.num_ranks, self.batch.micro_size, None), {}
+        else:
+            size = self.micro_rows(step)
+            bounds = (self.num_ranks, self.batch.max_micro_size, size * self.rows.max_slice)
+            metrics = {"batch/micro_size": float(size)}
+        return cut_rounds(lengths, *bounds) if buckets is None else cut_buckets(lengths, buckets, *bounds), metrics
 
     def _micro_batch(self, samples: Sequence[SampleId], of_ranks: Sequence[range], key: tuple[int, int]) -> Batch:
         """Return this rank's micro-batch of a round; a zero-weight row stands in where it has none. `key` is seed and step."""
         share = tuple(samples[index] for index in of_ranks[self.rank])
         rows = [self.rows[sample.index] for sample in share]
-        stand_in = [] if rows else [without_targets(self.rows[samples[of_ranks[0].start].index])]
+        stand_in = [] if rows else [without_weight(self.rows[samples[of_ranks[0].start].index])]
         return self.prepare(rows + stand_in, BatchKey(*key, share))
 
 

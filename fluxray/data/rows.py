@@ -34,6 +34,8 @@ class TextRows(Sequence[TextRow]):
     Piece i of the stream is `store.tokens[begins[i] : begins[i] + lengths[i]]`; pieces without tokens are dropped.
     """
 
+    buckets: np.ndarray | None = None  # any rows share a micro-batch
+
     def __init__(self, store: TokenStore, begins: np.ndarray, lengths: np.ndarray, max_slice: int, packed: bool) -> None:
         begins, lengths = begins[lengths > 0], lengths[lengths > 0]
         self.max_slice = max_slice
