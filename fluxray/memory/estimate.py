@@ -1,6 +1,8 @@
 """How many bytes a run takes of device, host and disk, by category: plain arithmetic on sizes that others have counted.
 
-Every category stands at its own peak, as if all peaks came at once, so a total is an upper bound of what is allocated.
+Every category stands at its own peak, as if all peaks came at once, so a total is an upper bound of what is allocated. Only in
+the stream engine, which fills a device to a few percent, the loss counts with what it takes beyond the activations of a block:
+the two peaks use the same memory, one after the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,8 +62,8 @@ class Demand:
     them; `partly_again`: only what it needs of a block. `resident_indices(n)` are the blocks that
     the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
     weights to compute with. `paged_states`: optimizer states may leave the device for the host. `steps_in_backward`: a block's
-    gradients are freed before the next one's come. `cast_bytes` autocast makes of a weight for its matrix product, which are kept
-    with what autograd keeps of it.
+    gradients are freed before the next one's come. `fused_loss`: it has no fp32 temporaries.
+    `cast_bytes` autocast makes of a weight for its matrix product, which are kept with what autograd keeps of it.
     """
 
     engine: Literal["stream", "sharded"]
@@ -81,6 +83,7 @@ class Demand:
     whole_copies: bool = False
     paged_states: bool = False
     steps_in_backward: bool = False
+    fused_loss: bool = False
     cast_bytes: int = 0
     asynchronous_saves: bool = True
     num_checkpoints: int = 1
@@ -154,14 +157,13 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
         "optimizer": sum(unit.states for unit in staying),
         "gradients": 4 * demand.outside.num_gradients
         + 4 * largest
-        + held_back * sum(demand.blocks[index].num_gradients for index in resident)
-        + demand.itemsize * largest_outside,
+        + held_back * sum(demand.blocks[index].num_gradients for index in resident),
         "slots": policy.weight_slots * max((unit.weights for unit in streamed), default=0)
         + policy.state_slots * max((unit.states for unit in streamed), default=0)
         + 2 * held_back * max((unit.num_gradients for unit in streamed), default=0),
-        "kept inputs": demand.rank_rows * (carries + demand.spec.shared_bytes),
+        "kept inputs": demand.rank_rows * (carries + demand.spec.shared_bytes) + demand.micro_rows * inputs[-1],
         "activations": _largest_block(demand) + kept + demand.cast_bytes * casts,
-        "logits": _logits(demand, policy.epilogue_tokens),
+        "logits": _beyond_a_block(demand, policy.epilogue_tokens),
     }
     host = {
         "blocks": sum(unit.total + held_back * unit.num_gradients for unit in streamed),
@@ -233,7 +235,21 @@ def _largest_outside(demand: Demand) -> int:
 
 def _logits(demand: Demand, chunk: int) -> int:
     """Logits and their gradient in the compute dtype, and the fp32 temporaries, of `chunk` positions at most."""
-    return min(chunk, demand.micro_tokens) * demand.spec.num_outputs * (2 * demand.itemsize + LOGIT_BYTES_FP32)
+    temporaries = 0 if demand.fused_loss else LOGIT_BYTES_FP32
+    return min(chunk, demand.micro_tokens) * demand.spec.num_outputs * (2 * demand.itemsize + temporaries)
+
+
+def _beyond_a_block(demand: Demand, chunk: int) -> int:
+    """What the loss of `chunk` positions takes beyond the peak of a block, while the last one keeps its activations.
+
+    First the logits and their gradient, then that gradient and the head's; beside them, hidden states, their normalised values
+    and the gradient of these.
+    """
+    last, tokens = demand.spec.blocks[-1], min(chunk, demand.micro_tokens)
+    hidden = 3 * tokens * last.carry_bytes // demand.spec.row_tokens
+    gradients = demand.itemsize * (tokens * demand.spec.num_outputs + _largest_outside(demand))
+    at_the_loss = demand.spec.kinds[last.kind].kept(demand.micro_rows) + hidden + max(_logits(demand, chunk), gradients)
+    return max(0, at_the_loss - _largest_block(demand))
 
 
 def _disk(demand: Demand) -> Mapping[str, int]:

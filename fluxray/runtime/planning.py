@@ -164,6 +164,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         whole_copies=mixed and not split and ranks == 1,
         paged_states=config.optim.kind == "paged_adam8bit",
         steps_in_backward=config.optim.in_backward,
+        fused_loss=config.compile,
         cast_bytes=2 if config.precision in AUTOCAST_DTYPES else 0,
         asynchronous_saves=config.checkpoint.asynchronous and not stream,
         num_checkpoints=config.checkpoint.keep,

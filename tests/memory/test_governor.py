@@ -108,8 +108,9 @@ def test_the_sizes_are_those_that_the_plan_has_room_for():
     fitting = fitting_sizes(found, sizes)
     assert tuple(fitting) == sizes and fitting[4] == found.device_bytes  # the preset's own size
     kind = next(iter(found.demand.spec.kinds.values()))
-    assert fitting[16] - fitting[8] == kind.peak(16) - kind.peak(8)
-    less = replace(found, hardware=replace(found.hardware, device_bytes=40 * GIB))
+    one_carry = found.demand.spec.blocks[-1].carry_bytes  # of a row: a gradient beside the one that it is made from
+    assert fitting[16] - fitting[8] == kind.peak(16) - kind.peak(8) + 8 * one_carry
+    less = replace(found, hardware=replace(found.hardware, device_bytes=39 * GIB))
     assert tuple(fitting_sizes(less, sizes)) == (4, 8)
     none = replace(found, hardware=replace(found.hardware, device_bytes=20 * GIB))
     assert fitting_sizes(none, sizes) == {} and tuple(fitting_sizes(none, sizes[:1], misfits=True)) == (4,)
