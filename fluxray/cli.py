@@ -50,7 +50,7 @@ def train(overrides: Overrides = None, profile: Profile = None, model: Model = N
     rows = {
         "run": f"{done.name}, finished at step {summary.step}",
         "checkpoint": summary.checkpoint or "none",
-        "held-out": f"loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}",
+        "held-out": summary.held_out,
         "MLflow": _ui_hint(config.storage) if config.tracking.uri is None else done.tracking_uri,
     }
     for name, text in rows.items():
@@ -106,7 +106,7 @@ def evaluate(run: Run, storage: Storage = None, verbose: Verbose = False) -> Non
         from fluxray.runtime.launch import evaluate as launch
 
     summary = launch(run_dir, verbose=verbose)
-    print(f"{run_dir.name} at step {summary.step}: loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}")
+    print(f"{run_dir.name} at step {summary.step}: {summary.held_out}")
 
 
 @app.command()

@@ -106,9 +106,10 @@ class FlowBatch:
     """Noised images of one resolution with texts of one length.
 
     With latents z, noise eps and noise level `sigma` fp32 [B] in [0, 1]: `noised` = (1 - sigma) z + sigma eps and `target` =
-    eps - z, both fp32 [B, T, C] and packed as the family's pipeline packs latents, T = `height` x `width` tokens. `weight` fp32
-    [B] multiplies each sample's own mean square error; 0 in a stand-in that does not count. `text` [B, L, E] fp32 or bf16;
-    `pooled` [B, P], FLUX.1's, and `guidance` fp32 [B] are None for a model that reads none. `num_valid` samples count.
+    eps - z, both fp32 [B, T, C] and packed as the family's pipeline packs latents, T = `height` x `width` tokens. `weight` [B]
+    multiplies each sample's own mean square error; 0 in a stand-in that does not count. `text` [B, L, E] fp32 or bf16; `pooled`
+    [B, P], FLUX.1's, and `guidance` fp32 [B] are None for a model that reads none. `num_valid` samples count. `timestep` is the
+    sigma that all samples share in an evaluation by sigma; else None.
     """
 
     noised: Tensor
@@ -122,6 +123,7 @@ class FlowBatch:
     width: int
     num_valid: int
     key: BatchKey | None = None
+    timestep: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -426,8 +428,8 @@ class Report(NamedTuple):
 
     `metrics` are host numbers, the same on every rank (`train/loss`, `train/lr`, `train/grad_norm`, `train/skipped_steps`,
     `train/loss_scale`, `perf/tokens_per_s`, `perf/mfu`, `perf/of_floor`, `perf/wait_fetch_s`, `perf/wait_write_s`, `memory/...`,
-    `eval/loss`, `eval/perplexity`), except rates, memory and seconds, which are the rank's own. A loss or gradient norm that is
-    not finite is left out. What `MicroBatches.metrics` holds comes along.
+    `eval/...`), except rates, memory and seconds, which are the rank's own. A loss or gradient norm that is not finite is left
+    out. What `MicroBatches.metrics` holds comes along.
     """
 
     step: int
@@ -437,8 +439,9 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended: finished optimizer steps, last training loss, held-out loss and perplexity, last checkpoint.
+    """How a run ended: finished optimizer steps, last training loss, held-out loss, last checkpoint.
 
+    `perplexity` is None where the task has none.
     A run that was asked to stop has saved and has fewer steps than were planned; it is not evaluated.
     """
 
@@ -447,3 +450,10 @@ class RunSummary:
     eval_loss: float | None
     perplexity: float | None
     checkpoint: str | None
+
+    @property
+    def held_out(self) -> str:
+        """What the evaluation found, in words."""
+        if self.eval_loss is None:
+            return "not evaluated"
+        return f"loss {self.eval_loss:.4f}" + ("" if self.perplexity is None else f", perplexity {self.perplexity:.2f}")

@@ -17,6 +17,7 @@ from fluxray.protocols import (
     Batch,
     BatchSource,
     Engine,
+    LossOutput,
     MicroBatches,
     Report,
     RunState,
@@ -28,6 +29,9 @@ from fluxray.protocols import (
 
 NUM_NAMED = 4
 """Rows of a bad batch that are named."""
+
+EvalMetrics = Callable[[Iterable[tuple[Batch, LossOutput]]], Mapping[str, float]]
+"""Makes metrics of batches and their losses over all ranks, which come one by one, so that no more than a group is in memory."""
 
 SMALLEST_LOSS_SCALE = 1.0
 """A gradient that overflows in fp16 at a smaller one is not mended by making it smaller still."""
@@ -46,22 +50,26 @@ class Cadence:
 class Hooks:
     """What the loop calls.
 
-    `eval_batches` gives the held-out batches anew each time, in the groups that go through the model together. `save` starts to
-    write a checkpoint of the state; the one before is durable when it is called. `memory` returns
-    the memory metrics after a step that the device has finished.
-    `should_stop` is asked after each step, on every rank, and gives the same answer on all. `report` receives every Report, on
-    every rank; `notify` one line for the user. `adapt` is called once a step has been queued, and returns its state with what it
-    has decided for later ones.
+    `eval_batches` gives the held-out batches anew each time, in the groups that go through the model together; `eval_metrics`
+    makes metrics of them and their outputs over all ranks, `eval/loss` among them. `save` starts to write a checkpoint of the
+    state; the one before is durable when it is called. `memory` returns the memory metrics after a step that the device has
+    finished. `should_stop` is asked after each step, on every rank, and gives the same answer on all. `report` receives every
+    Report, on every rank; `notify` one line for the user. `adapt` is called once a step has been queued, and returns its state
+    with what it has decided for later ones. `first_loss` gets the rank's micro-batches and the loss of a run's very first step,
+    if it is finite, before anything is saved, on every rank. `terms` is what the terms of a loss are called.
     """
 
     batches: BatchSource
     eval_batches: Callable[[], Iterable[Sequence[Batch]]]
+    eval_metrics: EvalMetrics
     save: Callable[[RunState], SavedCheckpoint]
     memory: Callable[[int], dict[str, float]]
     should_stop: Callable[[RunState], bool]
     report: Callable[[Report], None]
     notify: Callable[[str], None]
     adapt: Callable[[RunState], RunState] = lambda state: state
+    first_loss: Callable[[Sequence[Batch], float], None] | None = None
+    terms: str = "tokens"
 
 
 class _Pending(NamedTuple):
@@ -120,34 +128,37 @@ class Trainer:
         What has been saved is durable when this returns. Raises NonFiniteLossError.
         """
         total = state.schedule.total_steps
-        eval_loss: float | None = None
+        evaluated: Mapping[str, float] | None = None
         stops = False
         self._throughput.read()
         with closing(self._hooks.batches(state)) as source:
             while state.step < total and not stops:
-                state = self._step(state, next(source))
+                data = next(source)
+                state = self._step(state, data)
                 stops = self._hooks.should_stop(state)
                 logs, evaluates, saves = self._due(state.step, state.step == total, stops)
                 if logs or evaluates or saves:  # also so that a pause never swallows the time of pending steps
                     state = self._log(state)
+                if state.step == 1:
+                    self._judge_first(data.batches)
                 if evaluates:
-                    eval_loss = self._evaluate(state)
+                    evaluated = self._evaluate(state)
                 if saves:
                     self._save(state)
         assert stops or state.step == total, f"the run stands at step {state.step}, {total} were planned"
         if state.step < total:
-            eval_loss = None  # an earlier one is not of these weights
-        elif eval_loss is None:
-            eval_loss = self._evaluate(state)
+            evaluated = {}  # an earlier one is not of these weights
+        elif evaluated is None:
+            evaluated = self._evaluate(state)
         self._settle(state)
-        mean = None if eval_loss is None else perplexity(eval_loss)
-        return RunSummary(state.step, self._loss, eval_loss, mean, str(self._saved.path) if self._saved else None)
+        path = str(self._saved.path) if self._saved else None
+        return RunSummary(state.step, self._loss, evaluated.get("eval/loss"), evaluated.get("eval/perplexity"), path)
 
     def _due(self, step: int, is_last: bool, stops: bool) -> tuple[bool, bool, bool]:
         """Return whether to log, evaluate and save after `step`."""
         cadence = self._cadence
         return (
-            is_last or self._is_due(cadence.log_every, step),
+            is_last or self._is_due(cadence.log_every, step) or (step == 1 and self._hooks.first_loss is not None),
             is_last or (not stops and self._is_due(cadence.eval_every, step)),
             is_last or stops or self._is_due(cadence.save_every, step),
         )
@@ -183,7 +194,7 @@ class Trainer:
             num_tokens += int(num_valid)
             finite = {"train/loss": loss, "train/grad_norm": grad_norm}
             metrics = {key: value for key, value in finite.items() if math.isfinite(value)}
-            metrics |= {"train/lr": pending.lr, "train/tokens": float(num_tokens), **pending.metrics}
+            metrics |= {"train/lr": pending.lr, f"train/{self._hooks.terms}": float(num_tokens), **pending.metrics}
             metrics["train/skipped_steps"] = float(num_skipped)
             metrics |= {} if loss_scale is None else {"train/loss_scale": loss_scale}
             if index == len(self._pending) - 1:
@@ -216,12 +227,17 @@ class Trainer:
             others = f"; {len(faults)} of the last {span} steps were skipped" if len(faults) > 1 else ""
             self._hooks.notify(f"step {first.pending.step}: {first}: {whole} was withheld{others}")
 
-    def _evaluate(self, state: RunState) -> float:
+    def _judge_first(self, batches: Sequence[Batch]) -> None:
+        """Show the loss of the run's first step, which has been read, to who judges it."""
+        if self._hooks.first_loss is not None and self._loss is not None:
+            self._hooks.first_loss(batches, self._loss)
+
+    def _evaluate(self, state: RunState) -> Mapping[str, float]:
         with _doing(f"in the evaluation after step {state.step}"), self._throughput.pause():
             self._engine.flush()
-            loss = evaluate(self._engine, self._hooks.eval_batches())
-        self._hooks.report(Report(state.step, {"eval/loss": loss, "eval/perplexity": perplexity(loss)}))
-        return loss
+            metrics = evaluate(self._engine, self._hooks.eval_batches(), self._hooks.eval_metrics)
+        self._hooks.report(Report(state.step, metrics))
+        return metrics
 
     def _save(self, state: RunState) -> None:
         start = time.perf_counter()
@@ -248,12 +264,6 @@ def _doing(what: str) -> Iterator[None]:
         raise
 
 
-def evaluate(engine: Engine, groups: Iterable[Sequence[Batch]]) -> float:
-    """Return the mean loss over the valid terms of the batches of `groups` on all ranks."""
-    outputs = [output for group in groups for output in engine.eval_steps(group)]
-    return sum(float(output.sum) for output in outputs) / sum(float(output.num_valid) for output in outputs)
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the mean loss in nats; infinity where that overflows."""
-    return math.inf if loss >= 700 else math.exp(loss)
+def evaluate(engine: Engine, groups: Iterable[Sequence[Batch]], metrics_of: EvalMetrics) -> Mapping[str, float]:
+    """Return what `metrics_of` makes of the batches of `groups`, each with its summed loss and valid count over all ranks."""
+    return metrics_of(pair for group in groups for pair in zip(group, engine.eval_steps(group), strict=True))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from fluxray.errors import NonFiniteLossError
+from fluxray.errors import ConfigError, NonFiniteLossError
 from fluxray.metrics import Throughput
 from fluxray.optim.schedule import lr_at
 from fluxray.protocols import (
@@ -22,7 +22,8 @@ from fluxray.protocols import (
     Schedule,
     StepOutput,
 )
-from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
+from fluxray.tasks.lm import text_metrics
+from fluxray.trainer import Cadence, Hooks, Trainer, evaluate
 
 TOTAL = 12
 START = RunState(seed=3, schedule=Schedule("linear", 1e-2, 4, TOTAL, 0.1))
@@ -95,6 +96,7 @@ class Run:
         num_ranks: int = 1,
         engine: dict[str, Any] | None = None,
         on_nonfinite: Literal["stop", "skip"] = "stop",
+        hooks: dict[str, Any] | None = None,
     ):
         self.done: list[Any] = []
         self.engine = FakeEngine(self.done, **(engine or {}))
@@ -105,9 +107,10 @@ class Run:
         self.sources: list[Any] = []  # held here, so that only an explicit close ends them
         self.stop_at: int | None = None
         memory = {"memory/host_gib": 1.5}
-        hooks = Hooks(
+        called = Hooks(
             self.open,
             self.eval_batches,
+            text_metrics,
             self.save,
             lambda step: memory,
             lambda at: at.step == self.stop_at,
@@ -115,8 +118,9 @@ class Run:
             self.notices.append,
             self.adapt,
         )
+        called = replace(called, **(hooks or {}))
         throughput = Throughput(6.0, 1.0, num_ranks)
-        self.trainer = Trainer(self.engine, hooks, Cadence(*cadence), throughput, num_ranks, on_nonfinite)
+        self.trainer = Trainer(self.engine, called, Cadence(*cadence), throughput, num_ranks, on_nonfinite)
 
     def adapt(self, state: RunState) -> RunState:
         self.done.append(("adapt", state.step))
@@ -227,6 +231,45 @@ def test_each_step_may_be_adapted_to_before_the_next_is_drawn() -> None:
     order = [entry[:2] for entry in run.done if entry[0] in ("step", "adapt")]
     assert order == [(what, step) for step in ALL_STEPS for what in ("step", "adapt")]
     assert [state.micro_size.rows for state in run.saved if state.micro_size] == [5, 10, 12]
+
+
+def test_the_task_says_what_is_reported_of_an_evaluation() -> None:
+    def largest(pairs) -> dict[str, float]:
+        assert not isinstance(pairs, list)  # one group in memory at a time
+        return {"eval/loss": max(float(output.sum) / batch.num_valid for batch, output in pairs if batch.num_valid)}
+
+    run = Run(hooks={"eval_metrics": largest, "terms": "images"})
+    summary = run.fit()
+    assert [report.metrics["eval/loss"] for report in run.reports if "eval/loss" in report.metrics] == [5.0]
+    assert run.steps_of("eval/perplexity") == [] and (summary.eval_loss, summary.perplexity) == (5.0, None)
+    assert summary.held_out == "loss 5.0000" and run.steps_of("train/tokens") == []
+    assert [report.metrics["train/images"] for report in run.reports if "train/loss" in report.metrics][-1] == 12 * TOTAL
+    assert replace(summary, eval_loss=None).held_out == "not evaluated"
+
+
+def test_the_first_loss_is_judged_once_right_after_its_step() -> None:
+    seen: list[Any] = []
+    run = Run((100, 1, 1), hooks={"first_loss": lambda batches, loss: seen.append((len(batches), loss, list(run.done)))})
+    run.fit()
+    assert [entry[:2] for entry in seen] == [(2, 9.0)]
+    assert [what[0] for what in seen[0][2]] == ["step", "adapt"], "before anything is evaluated or saved"
+    resumed: list[Any] = []
+    Run(hooks={"first_loss": lambda *told: resumed.append(told)}).fit(replace(START, step=1))
+    assert resumed == []
+    silent: list[Any] = []
+    faulty = Run(engine={"losses": {1: math.nan}}, on_nonfinite="skip", hooks={"first_loss": lambda *told: silent.append(told)})
+    faulty.fit()
+    assert silent == []
+
+
+def test_whoever_judges_the_first_loss_may_end_the_run() -> None:
+    def refuse(batches, loss) -> None:
+        raise ConfigError(f"task.first_loss: {loss}")
+
+    run = Run((100, 1, 1), hooks={"first_loss": refuse})
+    with pytest.raises(ConfigError, match=r"^task\.first_loss: 9\.0"):
+        run.fit()
+    assert run.saved == [] and run.opened == run.closed == 1
 
 
 def test_updates_are_flushed_before_evaluating_and_saving() -> None:
@@ -394,14 +437,9 @@ def test_throughput_counts_all_ranks_and_leaves_pauses_out(monkeypatch: pytest.M
 
 def test_loss_of_an_evaluation_is_the_mean_over_terms_not_over_batches() -> None:
     engine = FakeEngine([])
-    assert evaluate(engine, [[FakeBatch(loss=1.0, num_valid=1)], [FakeBatch(loss=4.0, num_valid=3)]]) == pytest.approx(3.25)
-
-
-def test_perplexity() -> None:
-    assert perplexity(0.0) == 1.0
-    assert perplexity(math.log(50)) == pytest.approx(50)
-    assert perplexity(1e6) == perplexity(math.inf) == math.inf
-    assert math.isnan(perplexity(math.nan))
+    assert evaluate(engine, [[FakeBatch(loss=1.0, num_valid=1)], [FakeBatch(loss=4.0, num_valid=3)]], text_metrics)[
+        "eval/loss"
+    ] == pytest.approx(3.25)
 
 
 def test_asked_to_stop_it_saves_and_leaves_the_rest() -> None:

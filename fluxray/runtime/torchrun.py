@@ -74,9 +74,7 @@ def main(words: Sequence[str]) -> int:
 def _ending(name: str, summary: RunSummary) -> str:
     if summary.eval_loss is None:
         return f"run {name} was stopped at step {summary.step} and saved; the same command with name={name} goes on"
-    return (
-        f"run {name} finished at step {summary.step}: held-out loss {summary.eval_loss:.4f}, perplexity {summary.perplexity:.2f}"
-    )
+    return f"run {name} finished at step {summary.step}: held-out {summary.held_out}"
 
 
 def _configured(profile: str | None, model: str | None, overrides: Sequence[str]) -> TrainConfig:

@@ -41,8 +41,8 @@ from fluxray.runtime.profiling import StepRecorder
 from fluxray.runtime.runwatch import RunWatch
 from fluxray.runtime.saver import Saver
 from fluxray.runtime.sharing import allocator_share
-from fluxray.tasks.lm import LmTask
-from fluxray.trainer import Cadence, Hooks, Trainer, evaluate, perplexity
+from fluxray.tasks.lm import LmTask, text_metrics
+from fluxray.trainer import Cadence, Hooks, Trainer, evaluate
 
 
 def preflight(config: TrainConfig, cache_dir: Path) -> None:
@@ -119,6 +119,7 @@ def _train(rung: Rung, context: WorkerContext) -> RunSummary:
     hooks = Hooks(
         batches=governing.batches(parts.loader) if governing else parts.loader.train_batches,
         eval_batches=lambda: parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows),
+        eval_metrics=text_metrics,
         save=lambda at: uploads.follow(saver.save(at, parts.engine.state_items())),
         memory=watch.memory,
         should_stop=should_stop,
@@ -147,8 +148,8 @@ def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     reader = _load_newest(parts, context)
     if reader is None:
         raise CheckpointError(f"RUN: {context.run_dir.name} has no checkpoint yet; train it first")
-    loss = evaluate(parts.engine, parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows))
-    return RunSummary(reader.state.step, None, loss, perplexity(loss), str(reader.directory))
+    metrics = evaluate(parts.engine, parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows), text_metrics)
+    return RunSummary(reader.state.step, None, metrics["eval/loss"], metrics.get("eval/perplexity"), str(reader.directory))
 
 
 def load_data(config: TrainConfig, cache_dir: Path) -> TextData:

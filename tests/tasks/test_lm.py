@@ -1,3 +1,4 @@
+import math
 import shutil
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 
 from fluxray.data.rows import TextRow
 from fluxray.protocols import IGNORE_INDEX, BatchKey, SampleId, TextBatch
-from fluxray.tasks.lm import LmTask, next_token_loss
+from fluxray.tasks.lm import LmTask, next_token_loss, perplexity
 
 COMPILER = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
 
@@ -106,3 +107,10 @@ def test_rows_become_a_batch_padded_with_the_tokenizers_pad() -> None:
     assert batch.targets.tolist() == [[11, 12, 13, IGNORE_INDEX], [11, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]
     assert (batch.num_valid, batch.num_tokens, batch.single_document, batch.key) == (4, 8, True, key)
     assert LmTask(0).prepare([row(3)], None).key is None
+
+
+def test_perplexity() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(math.log(50)) == pytest.approx(50)
+    assert perplexity(1e6) == perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))
