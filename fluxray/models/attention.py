@@ -33,6 +33,9 @@ NAME = "fluxray"
 
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
+PACKED: tuple[Kernel, ...] = ("varlen", "flex")
+"""Kernels for rows of several documents alone; they are causal."""
+
 BIAS_ALIGNMENT = 16
 """Elements to a multiple of which the rows of an additive mask are laid out, as the memory-efficient kernel wants it."""
 
@@ -77,12 +80,16 @@ def attention_inputs(kernel: Kernel | None, batch: TextBatch, windows: dict[str,
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values [B, H, S, D], the latter two of fewer heads perhaps, and what scores are multiplied by."""
+    """Queries, keys and values [B, H, S, D], the latter two of fewer heads perhaps, and what scores are multiplied by.
+
+    Where there is no mask, a position sees itself and those before it, or all if attention is not `causal`.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     scaling: float
+    causal: bool = True
 
     @property
     def are_shared(self) -> bool:
@@ -101,18 +108,20 @@ def attend(  # noqa: PLR0913 - as the library calls its attention functions
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    causal: bool = True,
     **inputs: Any,
 ) -> tuple[Tensor, None]:
     """Return causal attention [B, S, H, D] within documents, as the library's attention functions do.
 
     Keys and values may have fewer heads, each shared by as many consecutive heads of the queries. `attention_mask` is bool
     [B, 1, S, S] or None (plain causal), `inputs` hold what `input_names` says. Queries and keys are cast to the values' dtype:
-    under autocast rotary embeddings have widened them.
+    under autocast rotary embeddings have widened them. With `causal` false every position sees all; `varlen` and `flex` cannot.
     """
     query, key, value = query_BHSD.to(value_BHSD.dtype), key_BHSD.to(value_BHSD.dtype), value_BHSD
     if kernel == "efficient" or (kernel == "flash" and query.device.type == "cpu"):
         key, value = _all_heads(key, query), _all_heads(value, query)
-    heads = Heads(query, key, value, scaling)
+    heads = Heads(query, key, value, scaling, causal)
+    assert causal or kernel not in PACKED, "refused at start"
     if query.device.type == "meta":  # plans and FLOPs: every kernel counts alike, but for its mask
         return _rows_first(_counted(heads, attention_mask, dropout)), None
     match kernel:
@@ -129,16 +138,16 @@ def attend(  # noqa: PLR0913 - as the library calls its attention functions
 
 
 def _counted(heads: Heads, mask: Tensor | None, dropout: float) -> Tensor:
-    query, key, value, scaling = heads
+    query, key, value, scaling, causal = heads
     return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, mask is None, scale=scaling, enable_gqa=heads.are_shared
+        query, key, value, mask, dropout, causal and mask is None, scale=scaling, enable_gqa=heads.are_shared
     )
 
 
 def _of_torch(kernel: Kernel, heads: Heads, mask: Tensor | None, dropout: float) -> Tensor:
     """Call one of the kernels that lie behind `scaled_dot_product_attention`, with a mask that it takes."""
-    query, key, value, scaling = heads
-    causal = mask is None
+    query, key, value, scaling, causal = heads
+    causal = causal and mask is None
     bias = None if mask is None else torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     options: dict[str, Any] = {"scale": scaling}
     match kernel:
@@ -154,7 +163,7 @@ def _of_torch(kernel: Kernel, heads: Heads, mask: Tensor | None, dropout: float)
         options["attn_mask"] = bias
         return _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, **options)[0]
     assert bias is None, "refused at start"
-    return _aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, False, **options)[0]
+    return _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, **options)[0]
 
 
 def _cudnn(heads: Heads, dropout: float) -> Tensor:
@@ -168,8 +177,8 @@ def _cudnn(heads: Heads, dropout: float) -> Tensor:
     lay_out = _laid_out if torch.compiler.is_compiling() else _dense
     query, key, value = (lay_out(tensor) for tensor in heads[:3])
     options: dict[str, Any] = {"scale": heads.scaling}
-    output = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, dropout, True, False, **options)[0]
-    return output if torch.compiler.is_compiling() else _dense(output)
+    found = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, dropout, heads.causal, False, **options)[0]
+    return found if torch.compiler.is_compiling() else _dense(found)
 
 
 def _varlen(heads: Heads, bounds: Tensor, window: int | None) -> Tensor:
@@ -189,7 +198,7 @@ def _flex(heads: Heads, inputs: dict[str, Any], window: int | None) -> Tensor:
         same = (at >= of) & (document_ids[row, at] == document_ids[row, of])
         return same if window is None else same & (at - of < window)
 
-    query, key, value, scaling = heads
+    query, key, value, scaling, _ = heads
     length = query.shape[2]
     tables = [inputs[name] for name in FLEX_TABLES]
     blocks = BlockMask((length, length), *tables, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=visible)

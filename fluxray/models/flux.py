@@ -1,8 +1,5 @@
-"""FLUX transformers of diffusers on the meta device: what the memory plan needs of them."""
+"""FLUX transformers of diffusers on the meta device, and what the memory plan needs of them."""
 
-import difflib
-import inspect
-import logging
 from typing import Any
 
 import torch
@@ -10,9 +7,7 @@ from torch import Tensor, nn
 
 from fluxray.config.schema import ModelConfig
 from fluxray.errors import ConfigError, one_line
-
-CLASSES = ("FluxTransformer2DModel", "Flux2Transformer2DModel")
-"""`_class_name` of the config.json files that diffusers writes."""
+from fluxray.models.flux_facts import library_config, transformer_class
 
 RESOLUTION, TEXT_TOKENS = 1024, 512
 """What a row is while a plan is made: an image of 1024 x 1024 pixels and the text length of the published pipelines."""
@@ -28,20 +23,8 @@ def is_flux(model: ModelConfig) -> bool:
 
 def meta_transformer(model: ModelConfig) -> nn.Module:
     """Return diffusers' transformer, fp32, on the meta device, in training mode; ConfigError for what diffusers does not know."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # what it lacks is for inference in 4 bits
-    import diffusers
-
-    keys = {key: value for key, value in model.config.items() if not key.startswith("_")}
-    name = model.config["_class_name"]
-    if name not in CLASSES:
-        raise ConfigError(f"model.config._class_name: {name!r} is no FLUX transformer; use one of {', '.join(CLASSES)}")
-    cls: Any = getattr(diffusers, name)
-    known = [key for key in inspect.signature(cls.__init__).parameters if key != "self"]
-    for key in keys:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean model.config.{close[0]}?" if close else "drop it"
-            raise ConfigError(f"model.config.{key}: is no key of {name}; {hint}")
+    cls = transformer_class(model)
+    keys = {key: value for key, value in library_config(model).items() if not key.startswith("_")}
     try:
         with torch.device("meta"):
             return cls(**keys).train()
@@ -59,7 +42,8 @@ def run_transformer(model: Any, num_rows: int) -> Tensor:
     config = model.config
     dtype = next(model.parameters()).dtype
     image = (RESOLUTION // PIXELS_PER_TOKEN) ** 2
-    second = type(model).__name__ == CLASSES[1]
+    pooled_width = getattr(config, "pooled_projection_dim", None)
+    num_axes = 4 if pooled_width is None else 3
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -68,10 +52,10 @@ def run_transformer(model: Any, num_rows: int) -> Tensor:
         "hidden_states": empty(num_rows, image, config.in_channels),
         "encoder_hidden_states": empty(num_rows, TEXT_TOKENS, config.joint_attention_dim),
         "timestep": empty(num_rows),
-        "img_ids": empty(image, 4 if second else 3),
-        "txt_ids": empty(TEXT_TOKENS, 4 if second else 3),
+        "img_ids": empty(image, num_axes),
+        "txt_ids": empty(TEXT_TOKENS, num_axes),
         "guidance": empty(num_rows, dtype=torch.float32) if config.guidance_embeds else None,
     }
-    if not second:
-        inputs["pooled_projections"] = empty(num_rows, config.pooled_projection_dim)
+    if pooled_width is not None:
+        inputs["pooled_projections"] = empty(num_rows, pooled_width)
     return model(**inputs, return_dict=False)[0]

@@ -1,11 +1,12 @@
 """One projection of the hidden states in place of an attention's three.
 
 The weights of queries, keys and values lie one below the other in one matrix, so that one product makes all three. The library's
-own forward goes on behind it: it is handed the product as its hidden states, of which its projections are columns now.
+own forward goes on behind it: it is handed the product as its hidden states, of which its projections are columns now. FLUX's
+joint attention has two inputs and three projections of each.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,20 @@ from torch import Tensor, nn
 from fluxray.errors import ConfigError
 from fluxray.seeding import derive_seed
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-NAME = "qkv_proj"
+
+class Group(NamedTuple):
+    """Projections of one input: their names in the library, the one in their place, the argument that is projected."""
+
+    parts: tuple[str, str, str]
+    name: str
+    argument: str
+
+
+GROUPS = (
+    Group(("q_proj", "k_proj", "v_proj"), "qkv_proj", "hidden_states"),
+    Group(("to_q", "to_k", "to_v"), "qkv_proj", "hidden_states"),
+    Group(("add_q_proj", "add_k_proj", "add_v_proj"), "added_qkv_proj", "encoder_hidden_states"),
+)
 
 
 class FusedLinear(nn.Linear):
@@ -42,23 +55,33 @@ class _Columns(nn.Module):
 
 
 def fuse_projections(model: nn.Module, model_type: str) -> None:
-    """Give every attention of a meta model one projection; raises ConfigError for a family that has one already."""
-    attentions: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in PROJECTIONS)]
-    if not attentions:
+    """Give every attention of a meta model one projection an input; ConfigError for a model that has such already."""
+    found = [(module, group) for module in model.modules() for group in GROUPS if _has_parts(module, group)]
+    if not found:
         raise ConfigError(f"model.fused_qkv: true, but {model_type} has one projection already; drop the key")
-    for attention in attentions:
-        fused = FusedLinear({name: getattr(attention, name) for name in PROJECTIONS})
+    for attention, group in found:
+        fused = FusedLinear({name: getattr(attention, name) for name in group.parts})
         begin = 0
         for name, num_rows in fused.rows.items():
             setattr(attention, name, _Columns(begin, begin + num_rows))
             begin += num_rows
-        attention.qkv_proj = fused
-        attention.forward = _behind(fused, attention.forward)
+        setattr(attention, group.name, fused)
+        attention.forward = _behind(fused, group.argument, attention.forward)
 
 
-def _behind(fused: FusedLinear, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return forward(fused(hidden_states), *args, **kwargs)
+def _has_parts(module: nn.Module, group: Group) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in group.parts)
+
+
+def _behind(fused: FusedLinear, argument: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward with the projection of an argument in its place: the first one, or one that is given by name."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(argument) is not None:
+            kwargs = {**kwargs, argument: fused(kwargs[argument])}
+        elif args and argument == "hidden_states":
+            args = (fused(args[0]), *args[1:])
+        return forward(*args, **kwargs)
 
     return run
 
@@ -93,4 +116,4 @@ def initialise_parts(path: str, module: FusedLinear, seed: int, initialise: Call
 
 
 def _parent(path: str) -> str:
-    return path.removesuffix(NAME)
+    return path[: path.rfind(".") + 1]

@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 
 from fluxray.config.schema import Kernel
 from fluxray.errors import ConfigError, one_line
-from fluxray.models.attention import attend, attention_inputs
+from fluxray.models.attention import PACKED, attend, attention_inputs
+from fluxray.models.flux_facts import FluxFacts
 from fluxray.models.masks import document_mask
 from fluxray.protocols import IGNORE_INDEX, TextBatch
 
@@ -35,7 +36,8 @@ class Setting:
     """What decides which kernels can serve a run.
 
     `capability` is the GPU's, None where it is not known yet. `dtype` is what attention computes in. `packed`: rows hold several
-    documents. `windows` are those of the sliding layers that are not longer than a row of `length` positions.
+    documents. `windows` are those of the sliding layers that are not longer than a row of `length` positions. Where it is not
+    `causal` every position sees all of its row.
     """
 
     device: Literal["cpu", "cuda"]
@@ -49,6 +51,22 @@ class Setting:
     head_dim: int
     length: int
     deterministic: bool
+    causal: bool = True
+
+    @classmethod
+    def of_flux(
+        cls,
+        facts: FluxFacts,
+        *,
+        device: Literal["cpu", "cuda"],
+        capability: tuple[int, int] | None,
+        dtype: torch.dtype,
+        length: int,
+        deterministic: bool,
+    ) -> "Setting":
+        """Return the setting of a FLUX transformer in a run whose images have at most `length` tokens with their text."""
+        heads = facts.num_heads
+        return cls(device, capability, dtype, False, (), 0.0, heads, heads, facts.head_dim, length, deterministic, causal=False)
 
     @classmethod
     def of(  # noqa: PLR0913 - the run's keys that matter, by name
@@ -132,8 +150,10 @@ def prove(kernel: Kernel, setting: Setting, device: torch.device) -> None:
     drawn = [torch.randn(2, length, n, setting.head_dim, generator=generator) for n in (heads, shared, shared)]
     incoming = torch.randn(2, length, heads, setting.head_dim, generator=generator).to(device, setting.dtype)
     for window in (None, *setting.windows) if setting.windows else (None,):
-        found = _run(kernel, batch, window, [t.to(device, setting.dtype) for t in drawn], incoming)
-        expected = _run("math", batch, window, [t.to(device, setting.dtype).float() for t in drawn], incoming.float())
+        inputs = [tensor.to(device, setting.dtype) for tensor in drawn]
+        found = _run(kernel, batch, window, inputs, incoming, setting.causal)
+        exact = [tensor.float() for tensor in (*inputs, incoming)]
+        expected = _run("math", batch, window, exact[:3], exact[3], setting.causal)
         for name, tensor, reference in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
             largest = max(reference.abs().max().item(), 1.0)  # drawn at 1; a window of one position leaves gradients of 0
             off = (tensor.float() - reference).abs().max().item() / largest
@@ -141,7 +161,9 @@ def prove(kernel: Kernel, setting: Setting, device: torch.device) -> None:
                 raise RuntimeError(f"its {name} is off by {off:.2g} of the largest value")
 
 
-def _run(kernel: Kernel, batch: TextBatch, window: int | None, drawn: list[Tensor], incoming: Tensor) -> list[Tensor]:
+def _run(
+    kernel: Kernel, batch: TextBatch, window: int | None, drawn: list[Tensor], incoming: Tensor, causal: bool
+) -> list[Tensor]:
     """Return attention's output and the gradients by queries, keys and values of one layer."""
     read = attention_inputs(kernel, batch, {"layer": window})
     inputs: dict[str, Any] = {name.removesuffix(".layer"): tensor for name, tensor in read.items()}
@@ -151,7 +173,8 @@ def _run(kernel: Kernel, batch: TextBatch, window: int | None, drawn: list[Tenso
     q, k, v = (tensor.transpose(1, 2).detach().requires_grad_() for tensor in drawn)
     scaling = drawn[0].shape[-1] ** -0.5
     with torch.enable_grad():
-        output, _ = attend(None, q, k, v, mask, kernel=kernel, scaling=scaling, sliding_window=window, **inputs)
+        options: dict[str, Any] = {"scaling": scaling, "sliding_window": window, "causal": causal}
+        output, _ = attend(None, q, k, v, mask, kernel=kernel, **options, **inputs)
         gradients = torch.autograd.grad(output, (q, k, v), incoming)
     return [output.detach(), *gradients]
 
@@ -171,6 +194,8 @@ def _batch(length: int, packed: bool) -> TextBatch:
 def _fault(kernel: Kernel, setting: Setting) -> str | None:
     """Return why a kernel cannot serve, and what to do about it."""
     on_cpu = setting.device == "cpu"
+    if kernel in PACKED and not setting.causal:
+        return f"it is for rows of several documents, and images are not packed; set attention={'math' if on_cpu else 'flash'}"
     if setting.dropout > 0 and (kernel in ("cudnn", "flex", "varlen") or (on_cpu and kernel == "flash")):
         return f"it has no dropout, and attention_dropout is {setting.dropout:g}; {_without_dropout(setting)}"
     if on_cpu:
