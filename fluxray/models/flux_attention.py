@@ -92,4 +92,8 @@ def _attend(query_BSHD: Tensor, key_BSHD: Tensor, value_BSHD: Tensor, rotary: Ro
     query, key, value = (tensor.transpose(1, 2) for tensor in (query_BSHD, key_BSHD, value_BSHD))
     scaling = query.shape[-1] ** -0.5
     found, _ = attend(None, query, key, value, None, kernel=kernel, scaling=scaling, causal=False)
+    if kernel == "cudnn" and torch.compiler.is_compiling():
+        # Behind a single block's attention lies a concatenation, whose gradient is a view that cuDNN must not be given. Two signs
+        # change no bit, and their gradient is written out densely, in the kernel that would copy the view.
+        found = found.neg().neg()
     return found.flatten(2, 3).to(query_BSHD.dtype)

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fluxray.config.schema import Kernel
 from fluxray.errors import ConfigError
-from fluxray.models import flux_verify, kernels
+from fluxray.models import attention, flux_attention, flux_verify, kernels
 from fluxray.models.flux_facts import FluxFacts, flux_facts
 from fluxray.models.flux_stack import FluxStack, build_flux
 from fluxray.models.flux_verify import check_flux_stack
@@ -55,8 +57,6 @@ def test_kernels_under_autocast(case: str) -> None:
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 def test_the_operator_is_told_that_all_see_all(kernel: Kernel) -> None:
     """On the meta device, where the GPU's operators exist without one."""
-    from fluxray.models import attention
-
     seen: list[tuple[Any, ...]] = []
 
     class Note(TorchDispatchMode):
@@ -73,6 +73,39 @@ def test_the_operator_is_told_that_all_see_all(kernel: Kernel) -> None:
     assert [name.split(".")[0] for name, *_ in seen] == [f"_scaled_dot_product_{kernel}_attention"] * 2
     causal, not_causal = (flags for _, flags, _ in seen)
     assert sum(causal) == sum(not_causal) + 1
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_cudnn_gets_dense_tensors_in_compiled_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As traced on the meta device; where blocks are not compiled `tests/models/test_attention.py` shows it."""
+
+    def attend(_: Any, query: Any, key: Any, value: Any, mask: None, *, kernel: str, scaling: float, causal: bool) -> Any:
+        return attention._rows_first(attention._cudnn(attention.Heads(query, key, value, scaling, causal), 0.0)), None
+
+    monkeypatch.setattr(flux_attention, "attend", attend)
+    seen: list[tuple[str, bool]] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if "cudnn" in str(node.target):
+                tensors: Any = node.args[: 4 if "backward" in str(node.target) else 3]
+                for value in (tensor.meta["val"] for tensor in tensors):
+                    _, heads, length, width = value.shape
+                    dense = value.stride() == (length * heads * width, width, heads * width, 1)
+                    seen.append((str(node.target), dense))
+        return make_boxed_func(graph.forward)
+
+    axes = [16, 24, 24] if case == "flux1 dev" else [16] * 4
+    model = flux_config(case, attention_head_dim=64, axes_dims_rope=axes)
+    stack = build_flux(model, 0, "cudnn").to(torch.bfloat16)
+    state = stack.prologue(draw_for(model).to(torch.device("meta")))
+    for block in stack.blocks:
+        block.module.forward = torch.compile(
+            block.module.forward, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look)
+        )
+    stack.run_blocks(state).carry[0].float().square().mean().backward()
+    assert len(seen) == 7 * len(stack.blocks)
+    assert all(dense for _, dense in seen)
 
 
 def test_the_librarys_switch_of_the_whole_process_is_left_alone() -> None:
