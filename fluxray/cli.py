@@ -112,16 +112,19 @@ def evaluate(run: Run, storage: Storage = None, verbose: Verbose = False) -> Non
 @app.command()
 def export(
     run: Run,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, for from_pretrained of transformers.")],
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Format of the weights.")] = "fp32",
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, for from_pretrained of transformers or diffusers.")],
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Numbers that the weights are written as.")] = "fp32",
+    form: Annotated[
+        Literal["library", "bfl"], typer.Option("--format", help="bfl: one file of a FLUX model, as ComfyUI loads it.")
+    ] = "library",
     storage: Storage = None,
 ) -> None:
-    """Write a run's newest checkpoint as a folder that transformers loads."""
+    """Write a run's newest checkpoint as a folder that transformers or diffusers loads."""
     run_dir = _run_dir(run, storage)
     with quick_imports():
         from fluxray.export import export_run
 
-    print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype)}")
+    print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype, form)}")
 
 
 @app.command()

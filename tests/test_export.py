@@ -10,11 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fluxray import export
 from fluxray.checkpoint import CheckpointReader, committed, save
 from fluxray.config.schema import ModelConfig
 from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError, FluxrayError
-from fluxray.export import export_run
+from fluxray.export import causal_lm, export_run, files
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
 from fluxray.optim.formats import join, split
 from fluxray.optim.states import StateFormat
@@ -165,7 +164,7 @@ def test_files_are_as_large_as_they_may_be_and_one_is_in_memory(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive, most = [0], [0]
-    whole, read, limit = exported(run_dir, tmp_path / "whole"), export._weight, 70_000
+    whole, read, limit = exported(run_dir, tmp_path / "whole"), files.Kept.weight, 70_000
 
     def let_go(num_bytes: int) -> None:
         alive[0] -= num_bytes
@@ -177,8 +176,8 @@ def test_files_are_as_large_as_they_may_be_and_one_is_in_memory(
         weakref.finalize(tensor, let_go, tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(export, "FILE_BYTES", limit)
-    monkeypatch.setattr(export, "_weight", counted)
+    monkeypatch.setattr(files, "FILE_BYTES", limit)
+    monkeypatch.setattr(files.Kept, "weight", counted)
     parts = exported(run_dir, tmp_path / "parts")
     assert parts.keys() == whole.keys() and all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
     held = [load_file(file) for file in sorted((tmp_path / "parts").glob("model-*-of-*.safetensors"))]
@@ -194,7 +193,7 @@ def test_files_are_those_that_the_library_writes_of_the_whole_model(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_run(run_dir, tmp_path / "own")
-    monkeypatch.setattr(export, "names_on_disk", lambda _: None)
+    monkeypatch.setattr(causal_lm, "names_on_disk", lambda _: None)
     export_run(run_dir, tmp_path / "library")
     own, other = ({file.name: file for file in (tmp_path / name).iterdir()} for name in ("own", "library"))
     assert own.keys() == other.keys()
@@ -216,7 +215,7 @@ def test_failure_leaves_nothing_behind(neox: Path, tmp_path: Path, monkeypatch: 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     refuse(neox, tmp_path / "out", ConfigError, r"DIR: .*out cannot be written \(.*No space left.*\); free space there or name")
     assert not list((tmp_path / "out").iterdir())
 
@@ -302,4 +301,10 @@ def test_folder_that_lacks_a_part_is_refused(neox: Path, tmp_path: Path, part: s
     copied = Path(shutil.copytree(neox, tmp_path / "run"))
     shutil.rmtree(copied / part)
     refuse(copied, tmp_path / "out", CheckpointError, f"lacks its folder {part}; name the folder of a run")
+    assert not (tmp_path / "out").exists()
+
+
+def test_single_file_of_a_language_model_is_refused(neox: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--format: bfl is a format of FLUX models, gpt_neox is a language model; drop it$"):
+        export_run(neox, tmp_path / "out", form="bfl")
     assert not (tmp_path / "out").exists()

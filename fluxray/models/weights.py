@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -14,6 +14,8 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from fluxray.errors import ConfigError, one_line
 from fluxray.models.fused import FusedLinear, library_tensors
 from fluxray.models.names import names_in_memory
+from fluxray.models.pipeline import flux_tensors
+from fluxray.models.stored import Stored, tensors_in
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -38,7 +40,7 @@ def location(reference: str) -> str:
 
 
 class PretrainedWeights:
-    """Published weights of one model, in the library's names in memory.
+    """Published weights of one model of transformers or of a FLUX transformer of diffusers, in the library's names in memory.
 
     Rank 0 opens the files when they are first asked for, checks names and shapes of all, and then maps one tensor at a time: the
     host holds no copy of the model. Where a tensor must be converted and not only renamed, or the files are not safetensors, it
@@ -49,7 +51,7 @@ class PretrainedWeights:
         self._reference = reference
         self._read: Read | None = None
 
-    def copy_into(self, model: PreTrainedModel, paths: Collection[str]) -> None:
+    def copy_into(self, model: nn.Module, paths: Collection[str]) -> None:
         """Fill the parameters and persistent buffers that the modules at `paths` hold themselves. Collective over all ranks.
 
         At the first call, the model must have the names and shapes of the whole one (it may be on the meta device).
@@ -66,7 +68,7 @@ class PretrainedWeights:
                     if distributed:
                         dist.broadcast(target.data, src=0)
 
-    def _open_on_rank_0(self, model: PreTrainedModel, distributed: bool, is_source: bool) -> Read:
+    def _open_on_rank_0(self, model: nn.Module, distributed: bool, is_source: bool) -> Read:
         """Return what reads a tensor on rank 0, and nothing of use elsewhere; a fault of rank 0 is raised on every rank."""
         read: Read = dict[str, Tensor]().__getitem__
         fault: list[str | None] = [None]
@@ -81,9 +83,15 @@ class PretrainedWeights:
             raise ConfigError(fault[0])
         return read
 
-    def _open(self, model: PreTrainedModel) -> Read:
-        place = location(self._reference)
+    def _open(self, model: nn.Module) -> Read:
         named = {n: t for path, module in model.named_modules() for n, t in _own_tensors(path, module).items()}
+        if isinstance(model, PreTrainedModel):
+            return self._open_language_model(model, named)
+        found = flux_tensors(self._reference, {name: tensor.shape for name, tensor in named.items()})
+        return lambda name: self._read_stored(found[name])
+
+    def _open_language_model(self, model: PreTrainedModel, named: Mapping[str, Tensor]) -> Read:
+        place = location(self._reference)
         try:
             stored = None if _is_not_plain(model.config) else _stored(place)
             keys = None if stored is None else names_in_memory(model, stored, named)
@@ -104,7 +112,7 @@ class PretrainedWeights:
         self._check_complete(set(named) - set(found))
         return lambda name: self._read_stored(found[name])
 
-    def _find_tied(self, named: Mapping[str, Tensor], found: "dict[str, _Stored]") -> None:
+    def _find_tied(self, named: Mapping[str, Tensor], found: dict[str, Stored]) -> None:
         """Let the names of one parameter have what is stored under one of them; what is stored under two must be equal."""
         groups: dict[int, list[str]] = {}
         for name, tensor in named.items():
@@ -125,11 +133,10 @@ class PretrainedWeights:
                 f"model.weights: {self._reference!r} lacks {min(missing)} and {len(missing) - 1} more; it is another model"
             )
 
-    def _read_stored(self, stored: "_Stored") -> Tensor:
+    def _read_stored(self, stored: Stored) -> Tensor:
         """Return a tensor that maps its file; the file is closed when the tensor is let go."""
         try:
-            with safe_open(stored.file, framework="pt") as opened:
-                return opened.get_tensor(stored.key)
+            return stored.read()
         except (SafetensorError, OSError) as error:
             raise self._unreadable(error) from None
 
@@ -145,14 +152,6 @@ class PretrainedWeights:
         )
 
 
-class _Stored(NamedTuple):
-    """Where a tensor lies, and its shape."""
-
-    file: str
-    key: str
-    shape: torch.Size
-
-
 def _own_tensors(path: str, module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers that a module holds itself, by their names in the library's model."""
     if isinstance(module, FusedLinear):
@@ -166,14 +165,9 @@ def _is_not_plain(config: PretrainedConfig) -> bool:
     return any(getattr(config, key, None) is not None for key in NOT_PLAIN)
 
 
-def _stored(place: str) -> dict[str, _Stored] | None:
+def _stored(place: str) -> dict[str, Stored] | None:
     """Return every tensor in the safetensors files of a folder or a name on the hub; None if it has none."""
-    found: dict[str, _Stored] = {}
-    for file in _files(place) or ():
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is no dictionary
-                found[key] = _Stored(file, key, torch.Size(opened.get_slice(key).get_shape()))
-    return found or None
+    return tensors_in(_files(place) or ()) or None
 
 
 def _files(place: str) -> list[str] | None:

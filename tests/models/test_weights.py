@@ -98,7 +98,7 @@ def test_one_stored_tensor_is_alive_at_a_time(
 
     stack = published(tmp_path, case, **options)
     no_library(monkeypatch)
-    monkeypatch.setattr(weights, "safe_open", Counting)
+    monkeypatch.setattr("fluxray.models.stored.safe_open", Counting)
     other = build_causal_lm(ModelConfig(weights=f"path:{tmp_path}"), seed=0)
     other.materialise(torch.device("cpu"), other.blocks[0])
     assert Counting.num_read == len(list(other.blocks[0].module.parameters())), "only what was asked for is read"
