@@ -38,7 +38,7 @@ FLUX1 = {"_class_name": "FluxTransformer2DModel", **SIZES, "pooled_projection_di
 FLUX2 = {"_class_name": "Flux2Transformer2DModel", **SIZES, "axes_dims_rope": [4, 4, 4, 4]}
 CASES: dict[str, dict[str, Any]] = {
     "flux1": {**FLUX1, "guidance_embeds": True},
-    "flux1 unguided": {**FLUX1, "guidance_embeds": False, "out_channels": 8},
+    "flux1 unguided": {**FLUX1, "guidance_embeds": False},
     "flux2": {**FLUX2, "guidance_embeds": True},
     "flux2 unguided": {**FLUX2, "guidance_embeds": False, "mlp_ratio": 2.5, "rope_theta": 500, "timestep_guidance_channels": 64},
 }
@@ -172,7 +172,7 @@ def _clip_tokenizer(folder: Path) -> CLIPTokenizer:
 def run_of(model: Any, folder: Path, weights: str | None = None, **parts: Tensor) -> Path:
     """Return the folder of a run whose one checkpoint holds the model's parameters."""
     model.save_config(folder / "model")
-    config = resolve("cpu", None, () if weights is None else {"model.weights": weights})
+    config = resolve("cpu", "flux1-tiny", () if weights is None else {"model.weights": weights})
     (folder / "config.yaml").write_text(to_yaml(config))
     items = [StateItem("weights", name, p.shape, None, p.detach()) for name, p in model.named_parameters()]
     save(folder, RunState(0, Schedule("constant", 1e-3, 0, 0, 0.0)), items)

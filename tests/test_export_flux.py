@@ -3,6 +3,7 @@
 import json
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,21 @@ from safetensors.torch import load_file
 
 from fluxray.checkpoint import CheckpointReader, committed, save
 from fluxray.cli import main
+from fluxray.config.schema import ModelConfig
+from fluxray.engine.parallelize import Techniques
 from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError, FluxrayError
 from fluxray.export import export_run, files
 from fluxray.models.bfl import CONFIG_KEY
+from fluxray.models.flux_stack import FluxStack, build_flux
 from fluxray.models.pipeline import flux_config
 from fluxray.models.weights import PretrainedWeights
-from fluxray.optim.formats import split
+from fluxray.optim.formats import join, split
 from fluxray.optim.states import StateFormat
-from fluxray.protocols import StateItem
+from fluxray.protocols import LossOutput, StateItem
+from tests.engine.helpers import OPTIM, EngineCase
+from tests.engine.stream_helpers import sharded_of, stream_of
 from tests.flux_files import CASES, FAMILIES, bfl_tensors_of, output, pipeline, run_of, transformer
+from tests.models.flux_helpers import draw_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,6 +151,55 @@ def test_weights_in_two_parts_are_joined(form: Any, correction: torch.dtype | No
     expected = dict(model.named_parameters()) if form == "library" else bfl_tensors_of(model)
     tolerance = {torch.int16: 0.0, torch.int8: 2.0**-15, None: 2.0**-7}[correction]
     assert all(torch.allclose(found[key], tensor, rtol=tolerance, atol=0) for key, tensor in expected.items())
+
+
+def squared_error(output_BTC: torch.Tensor, batch: Any) -> LossOutput:
+    error_B = (output_BTC.float() - batch.target).square().mean((1, 2))
+    return LossOutput((batch.weight * error_B).sum(), batch.num_valid)
+
+
+def loaded_stack(model: ModelConfig, place: Path) -> FluxStack:
+    stack = build_flux(model, seed=6, weights=PretrainedWeights(f"path:{place}"))
+    for block in (*stack.blocks, None):
+        stack.materialise(torch.device("cpu"), block)
+    return stack
+
+
+ENGINES: dict[str, Any] = {
+    "sharded": (sharded_of, "fp32", OPTIM),
+    "stream": (stream_of, "fp32", OPTIM),
+    "stream split24": (stream_of, "mixed-bf16", OPTIM.model_copy(update={"master": "split24"})),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "fused"])
+def test_what_an_engine_trained_is_exported(
+    case: str, engine: str, fused_qkv: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = ModelConfig(config=CASES[case], fused_qkv=fused_qkv)
+    make, precision, optim = ENGINES[engine]
+    stack = build_flux(model, seed=5, weights=PretrainedWeights(f"path:{folders[case]}"))
+    built = make(stack, squared_error, EngineCase(model, Techniques(precision), optim=optim))
+    for step in range(2):
+        built.train_step([draw_for(model, seed=step, step=step)], 1e-2)
+    built.flush()
+    run_dir = run_of(transformer(case), tmp_path / "run", weights=f"path:{folders[case]}")
+    state = CheckpointReader(committed(run_dir)[0]).state
+    reader = CheckpointReader(save(run_dir, replace(state, step=2), built.state_items()))
+    out = export_run(run_dir, tmp_path / "out", notify=silent)
+    file = export_run(run_dir, tmp_path / "single", form="bfl", notify=silent)
+    trained, begun = in_diffusers(out), transformer(case)
+    for name, parameter in trained.named_parameters():
+        correction = reader.read("correction", name) if "correction" in reader.sections(name) else None
+        assert torch.equal(parameter, join(reader.read("weights", name), correction)), name
+        assert not torch.equal(parameter, begun.get_parameter(name)), name
+    batch = draw_for(model, seed=9)
+    with torch.no_grad():
+        whole, single = (loaded_stack(model, place)(batch, lambda found, _: found) for place in (out, file))
+    assert torch.equal(whole, single)
+    assert precision != "fp32" or torch.equal(whole, built.forward(batch))
 
 
 @pytest.mark.parametrize("form", ["library", "bfl"])

@@ -21,7 +21,9 @@ class ModelConfig(Section):
     """Which model. `weights` loads published ones; without it the model is initialised at random from `config`."""
 
     config: dict[str, Any] = Field(default={}, description="keys of the library's config.json; or the path of such a file")
-    weights: str | None = Field(default=None, description="path:DIR or hf:NAME; its config.json is the model's")
+    weights: str | None = Field(
+        default=None, description="path:DIR or hf:NAME; its config.json is the model's; FLUX: a pipeline or a single file, too"
+    )
     fused_qkv: bool = Field(default=False, description="one projection in place of an attention's three; saved as three")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fluxray.checkpoint import committed, open_newest
-from fluxray.config.load import from_yaml
+from fluxray.config import text
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export.causal_lm import exported_model, write_language_model
 from fluxray.export.files import Kept, check_target, filled_or_empty
@@ -65,7 +65,7 @@ def _export_flux(
     run_dir: Path, keys: dict[str, Any], kept: Kept, out_dir: Path, form: Form, notify: Callable[[str], None]
 ) -> Path:
     _require(run_dir, RUN_CONFIG)
-    weights = from_yaml(run_dir / RUN_CONFIG).model.weights
+    weights = (text.read_file(run_dir / RUN_CONFIG, str(run_dir / RUN_CONFIG)).get("model") or {}).get("weights")
     model = exported_transformer(keys, kept)
     with filled_or_empty(out_dir):
         if form == "library":

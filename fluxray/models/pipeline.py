@@ -166,6 +166,8 @@ def _in_folder(reference: str, root: str) -> FluxFiles:
         raise ConfigError(
             f"model.weights: {reference!r} holds {singles[0].name} and {singles[1].name}; name one of these files with path:"
         )
+    if reference.startswith("hf:"):
+        raise ConfigError(f"model.weights: {reference!r} holds no FLUX model; check the name, the network and your access to it")
     if not singles:
         raise ConfigError(
             f"model.weights: {reference!r} holds no FLUX model; name a pipeline, its transformer or a single .safetensors file"

@@ -165,7 +165,7 @@ def test_hub_names_are_read_from_the_hub_cache_without_the_hub(tmp_path: Path, m
     facts, folder = pipeline_facts("hf:org/whole"), pipeline_folder("hf:org/whole")
     assert facts is not None and facts.is_distilled and folder is not None and (folder / "vae" / "config.json").is_file()
     assert pipeline_facts("hf:org/sharded") is None and pipeline_folder("hf:org/sharded") is None
-    with pytest.raises(ConfigError, match=r"^model\.weights: 'hf:org/none' holds no FLUX model; name a pipeline"):
+    with pytest.raises(ConfigError, match=r"^model\.weights: 'hf:org/none' holds no FLUX model; check the name, the network"):
         flux_config("hf:org/none")
     shutil.rmtree(folder / "text_encoder")
     with pytest.raises(ConfigError, match=r"^model\.weights: 'hf:org/whole' lacks its folder text_encoder; complete the"):
