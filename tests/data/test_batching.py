@@ -6,7 +6,10 @@ import torch
 
 from fluxray.data.batching import (
     WINDOW,
+    bucketed_batches,
+    bucketed_order,
     collate_text,
+    cut_buckets,
     cut_rounds,
     global_batches,
     grouped_order,
@@ -93,6 +96,78 @@ def test_grouped_batches_ascend_come_in_any_order_and_differ_between_epochs():
     assert 0.3 < rising < 0.7
     orders = [grouped_order(lengths, global_size, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     assert orders[0] != orders[1] and orders[0] != orders[2]
+
+
+def some_buckets(num_rows, seed=0):
+    """Buckets of very different sizes, one of them empty."""
+    return np.random.default_rng(seed).choice([0, 1, 3, 4], num_rows, p=[0.6, 0.3, 0.08, 0.02])
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("num_rows", "global_size"), [(7, 3), (64, 4), (3, 8), (1, 5), (1000, 16), (203, 8)])
+def test_buckets_draw_every_sample_once_an_epoch_and_resume_anywhere(num_rows, global_size, seed):
+    buckets = some_buckets(num_rows, seed)
+    count = 5 + 3 * num_rows // global_size
+    whole = list(islice(bucketed_batches(buckets, global_size, seed), count))
+    drawn = [sample for samples, _, _ in whole for sample in samples]
+    assert {len(samples) for samples, _, _ in whole} == {global_size}
+    for epoch in range(len(drawn) // num_rows):
+        of_epoch = drawn[epoch * num_rows : (epoch + 1) * num_rows]
+        assert {sample.epoch for sample in of_epoch} == {epoch}
+        assert sorted(sample.index for sample in of_epoch) == list(range(num_rows))
+    for done in range(1, count, 1 + count // 7):
+        _, epoch, position = whole[done - 1]
+        assert list(islice(bucketed_batches(buckets, global_size, seed, epoch, position), count - done)) == whole[done:]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_global_batches_have_one_bucket_as_far_as_it_goes_and_come_in_any_order(seed):
+    global_size, epochs = 8, 6
+    buckets = some_buckets(203, seed)
+    wanted = sum(int(count) // global_size for count in np.bincount(buckets))
+    num_pure, places = 0, []
+    for number, (samples, _, _) in enumerate(islice(bucketed_batches(buckets, global_size, seed), 203 * epochs // global_size)):
+        of_batch = buckets[[sample.index for sample in samples]]
+        epochs_in_it = [sample.epoch for sample in samples]
+        for epoch in set(epochs_in_it):
+            assert np.all(np.diff(of_batch[np.equal(epochs_in_it, epoch)]) >= 0), "neighbours are of one bucket"
+        num_pure += len(set(of_batch.tolist())) == 1
+        places += [number % (203 // global_size)] if of_batch[0] != of_batch[-1] else []
+    assert num_pure >= (wanted - 1) * epochs
+    assert np.ptp(places) > 10, "mixed batches stand anywhere"
+    orders = [bucketed_order(buckets, global_size, of_seed, epoch).tolist() for of_seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert orders[0] != orders[1] and orders[0] != orders[2]
+
+
+def test_one_bucket_is_never_mixed_and_all_of_it_is_shuffled():
+    seen = set()
+    for samples, _, _ in islice(bucketed_batches(np.zeros(50, np.int64), 8, seed=1), 100):
+        seen.add(tuple(sample.index for sample in samples))
+    assert len(seen) == 100
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cut_by_buckets_has_one_bucket_a_round(seed):
+    random = np.random.default_rng(seed)
+    num_ranks, max_rows, max_tokens = int(random.integers(1, 5)), int(random.integers(1, 9)), int(random.integers(500, 3000))
+    buckets = np.sort(some_buckets(int(random.integers(1, 60)), seed)).tolist()
+    lengths = [100 + 50 * bucket for bucket in buckets]
+    for bounds in ((num_ranks, max_rows), (num_ranks, max_rows, max_tokens)):
+        rounds = cut_buckets(lengths, buckets, *bounds)
+        assert [index for of_ranks in rounds for share in of_ranks for index in share] == list(range(len(buckets)))
+        for of_ranks in rounds:
+            assert len(of_ranks) == num_ranks
+            assert len({buckets[index] for share in of_ranks for index in share}) == 1
+            assert buckets[of_ranks[0].start] in {buckets[index] for share in of_ranks for index in share}, "what stands in"
+            sizes = [len(share) for share in of_ranks]
+            assert max(sizes) <= max_rows and max(sizes) - min(sizes) <= 1
+        of_one = cut_buckets([100] * len(buckets), [7] * len(buckets), *bounds)
+        assert of_one == cut_rounds([100] * len(buckets), *bounds)
+
+
+def test_a_position_beyond_the_cache_is_refused():
+    with pytest.raises(DataError, match=r"data\.cache: 5 samples in an epoch, but the run stands at sample 5; resume it on"):
+        next(bucketed_batches(np.zeros(5, np.int64), 2, seed=0, position=5))
 
 
 def test_equal_lengths_are_cut_as_if_there_were_none():
