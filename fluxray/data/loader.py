@@ -89,10 +89,15 @@ class Loader:
             yield group
 
     def eval_batches(self, rows: Rows, max_rows: int) -> Iterator[Batch]:
-        """Yield batches of the first `max_rows` of `rows`, equally many of `micro_size` rows on every rank.
+        """Yield batches of the rows of `eval_shares`."""
+        for _, filled in self.eval_shares(rows, max_rows):
+            yield self.prepare(filled, None)
 
-        Over all ranks each row counts exactly once; where a rank lacks rows, zero-weight ones fill its batch. Buckets come one
-        after the other.
+    def eval_shares(self, rows: Rows, max_rows: int) -> Iterator[tuple[list[int], list[Any]]]:
+        """Yield what makes up each batch of the first `max_rows` of `rows`: the places of this rank's rows, and the rows.
+
+        There are equally many batches of `micro_size` rows on every rank, and over all ranks each row counts exactly once; where
+        a rank lacks rows, zero-weight ones without a place fill its batch. Buckets come one after the other.
         """
         num_rows = min(max_rows, len(rows))
         buckets = np.zeros(num_rows, np.int64) if rows.buckets is None else rows.buckets[:num_rows]
@@ -101,7 +106,7 @@ class Loader:
             for share in rank_micro_batches(used, self.batch.micro_size, self.rank, self.num_ranks):
                 real = [rows[index] for index in share]
                 missing = self.batch.micro_size - len(real)
-                yield self.prepare(real + [without_weight(real[0] if real else rows[used[0]])] * missing, None)
+                yield list(share), real + [without_weight(real[0] if real else rows[used[0]])] * missing
 
     def _steps(self, state: RunState) -> Iterator[MicroBatches]:
         all_lengths, all_buckets = self.rows.row_lengths, self.rows.buckets

@@ -8,55 +8,20 @@ Shapes: B micro-batch, T image tokens, C packed channels, L text tokens, E text 
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fluxray.config.schema import FlowTaskConfig
+from fluxray.data.latent_shards import TextEmbedding
+from fluxray.data.latents import FlowRow
 from fluxray.errors import ConfigError
+from fluxray.models.flux_facts import FluxFacts
 from fluxray.protocols import BatchKey, FlowBatch, LossOutput, SampleId
 from fluxray.seeding import KeyPart, generator
-from fluxray.tasks.timesteps import Family, draw_sigma, loss_weight, resolution_mu
-
-
-class Caption(Protocol):
-    """An encoded text: `text` [L, E], and for FLUX.1 `pooled` [P]."""
-
-    @property
-    def text(self) -> Tensor:
-        """Embeddings of the tokens."""
-        ...
-
-    @property
-    def pooled(self) -> Tensor | None:
-        """The embedding of the whole."""
-        ...
-
-
-class Row(Caption, Protocol):
-    """An encoded picture with its text: `latents` fp32 [T, C], T = `height` x `width`. A row of weight 0 stands in for none."""
-
-    @property
-    def latents(self) -> Tensor:
-        """Packed and normalised."""
-        ...
-
-    @property
-    def height(self) -> int:
-        """Tokens from top to bottom."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Tokens from left to right."""
-        ...
-
-    @property
-    def weight(self) -> float:
-        """Of its loss."""
-        ...
+from fluxray.tasks.timesteps import draw_sigma, loss_weight, resolution_mu
 
 
 class Draw(NamedTuple):
@@ -80,28 +45,19 @@ def draw_noise(shape: tuple[int, ...], *key: KeyPart) -> Tensor:
 class FlowTask:
     """Text to image by flow matching.
 
-    `embeds_guidance`: the model wants a guidance scale with each sample. `empty` holds the encoded empty text by length in
-    tokens, for `caption_dropout`. With `compiled` the loss is one fused kernel. Raises ConfigError for a guidance that nothing
-    reads.
+    `empty` holds the encoded empty text by its length in tokens, for `caption_dropout`. With `compiled` the loss is one fused
+    kernel. Raises ConfigError for a guidance that the model does not read.
     """
 
-    def __init__(
-        self,
-        config: FlowTaskConfig,
-        family: Family,
-        embeds_guidance: bool,
-        empty: Mapping[int, Caption],
-        compiled: bool = False,
-    ):
-        if not embeds_guidance and config.guidance != FlowTaskConfig().guidance:
+    def __init__(self, config: FlowTaskConfig, facts: FluxFacts, empty: Mapping[int, TextEmbedding], compiled: bool = False):
+        if not facts.embeds_guidance and config.guidance != FlowTaskConfig().guidance:
             raise ConfigError(f"task.guidance: {config.guidance:g} has no effect, since the model embeds no guidance; drop it")
         self._config = config
-        self._family: Family = family
-        self._embeds_guidance = embeds_guidance
+        self._facts = facts
         self._empty = empty
         self._loss = torch.compile(squared_error) if compiled else squared_error
 
-    def prepare(self, raw: Sequence[Row], key: BatchKey | None) -> FlowBatch:
+    def prepare(self, raw: Sequence[FlowRow], key: BatchKey | None) -> FlowBatch:
         """Return rows of one resolution and text length as one micro-batch on the host, noised by the draws of its samples.
 
         `key` names the samples in order; rows beyond them stand in and are not drawn for. Held-out rows, which have no key, are
@@ -118,8 +74,8 @@ class FlowTask:
 
     def noised(
         self,
-        rows: Sequence[Row],
-        captions: Sequence[Caption],
+        rows: Sequence[FlowRow],
+        captions: Sequence[FlowRow | TextEmbedding],
         noise_BTC: Tensor,
         sigma_B: Tensor,
         weight_B: Tensor,
@@ -139,7 +95,7 @@ class FlowTask:
             weight=own_weight_B * weight_B,
             text=torch.stack([caption.text for caption in captions]),
             pooled=torch.stack(pooled) if pooled else None,
-            guidance=torch.full_like(sigma_B, self._config.guidance) if self._embeds_guidance else None,
+            guidance=torch.full_like(sigma_B, self._config.guidance) if self._facts.embeds_guidance else None,
             height=first.height,
             width=first.width,
             num_valid=sum(row.weight > 0 for row in rows),
@@ -150,12 +106,12 @@ class FlowTask:
         """Return the summed loss of predictions [B, T, C] and the number of samples that count."""
         return LossOutput(self._loss(output, batch.target, batch.weight), batch.num_valid)
 
-    def _draw(self, row: Row, key: BatchKey, sample: SampleId | None) -> Draw:
+    def _draw(self, row: FlowRow, key: BatchKey, sample: SampleId | None) -> Draw:
         if sample is None:
             return Draw(torch.zeros_like(row.latents), 0.5, False)
         own = (key.step, sample.epoch, sample.index)
         config = self._config
-        mu = resolution_mu(self._family, len(row.latents)) if config.shift == "resolution" else 0.0
+        mu = resolution_mu(self._facts.family, len(row.latents)) if config.shift == "resolution" else 0.0
         return Draw(
             draw_noise(tuple(row.latents.shape), key.seed, "noise", *own),
             draw_sigma(config, generator(key.seed, "sigma", *own), mu),

@@ -2,10 +2,10 @@
 
 A model that knows nothing predicts about 0, and its loss is the power of the target, the mean of (eps - z)^2: 1 for the noise and
 1, roughly, for latents as a family normalises them, less for smooth pictures. Random weights add their own output's power to
-that. Published weights leave a fifth to a third of the target's power unexplained, near the ends of sigma about a half. So the
-loss is judged as a share of the power of the step's own targets, under the same weights: that does not depend on the law of
-sigma, the weighting, or chance. Power of the latents themselves is judged apart, since wrongly normalised ones raise loss and
-target alike.
+that. Published weights leave about a quarter of the target's power unexplained (a loss near 0.4), more where sigma is near its
+ends. So the loss is judged as a share of the power of the step's own targets, under the same weights: that depends little on the
+law of sigma, the weighting, or chance. Power of the latents themselves is judged apart, since wrongly normalised ones raise loss
+and target alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from fluxray.errors import ConfigError
+from fluxray.models.flux_facts import FluxFacts
 from fluxray.protocols import Batch, FlowBatch
 
 RANDOM_SHARE = (0.8, 2.0)
@@ -82,11 +83,11 @@ def judge(loss: float, target_power: float, latent_power: float, published: bool
     return f"{line}: model.config initialises to large outputs, or latents or texts hold outliers"
 
 
-def distilled_warning(is_distilled: bool | None, family: str, weights: str | None) -> str | None:
+def distilled_warning(facts: FluxFacts, weights: str | None) -> str | None:
     """Return a warning, in one line, where training starts from weights that are distilled to few steps; else None."""
-    if not is_distilled or weights is None:
+    if not facts.is_distilled or weights is None:
         return None
-    base = "FLUX.1-dev" if family == "flux1" else "its base model (FLUX.2-klein-base-4B, or -base-9B)"
+    base = "FLUX.1-dev" if facts.family == "flux1" else "its base model (FLUX.2-klein-base-4B, or -base-9B)"
     return (
         f"model.weights: {weights} is distilled to sample in few steps, which training by flow matching undoes; train {base} "
         f"instead"

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fluxray.config.schema import FlowTaskConfig
-
-Family = Literal["flux1", "flux2"]
+from fluxray.models.flux_facts import Family
 
 SAMPLING_STEPS = 50
-"""FLUX.2 shifts by the number of sampling steps as well, up to 4,300 tokens; this is its pipeline's default."""
+"""FLUX.2 shifts by the number of sampling steps as well, up to 4,300 tokens; this is its pipeline's default, so that training
+looks at what sampling visits. Fewer steps shift more; at 200, mu is FLUX.1's line, with which it goes on beyond 4,300."""
 
 SMALLEST_WEIGHTED_SIGMA = 1e-3
 """sigma^-2 has no bound; below this, the smallest sigma of diffusers' training steps, the weight stays what it is there."""
@@ -49,8 +49,8 @@ def shifted(sigma: float, mu: float) -> float:
 def resolution_mu(family: Family, num_tokens: int) -> float:
     """Return the mu by which a family's pipeline shifts the noise of an image of `num_tokens` tokens.
 
-    FLUX.1: linear from 0.5 at 256 tokens to 1.15 at 4,096. FLUX.2: a plane over tokens and sampling steps that was fitted to what
-    samples best; beyond 4,300 tokens a line over tokens alone.
+    FLUX.1: linear from 0.5 at 256 tokens to 1.15 at 4,096. FLUX.2 (diffusers' `compute_empirical_mu`): by tokens and sampling
+    steps up to 4,300 tokens; beyond, by tokens alone, so that mu falls there from 2.0 to 1.2.
     """
     if family == "flux1":
         return 0.5 + (1.15 - 0.5) * (num_tokens - 256) / (4096 - 256)

@@ -10,16 +10,14 @@ follows from its name alone: runs over the same held-out samples are judged by t
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fluxray.config.schema import BatchConfig
-from fluxray.data.batching import rank_micro_batches
+from fluxray.data.latents import FlowRow, LatentRows
+from fluxray.data.loader import Loader
 from fluxray.protocols import Batch, FlowBatch, LossOutput
-from fluxray.tasks.flow import FlowTask, Row, draw_noise
+from fluxray.tasks.flow import FlowTask, draw_noise
 
 GRID = tuple(i / 8 for i in range(1, 8))
 """Shares of noise of `eval/loss`."""
@@ -27,66 +25,35 @@ GRID = tuple(i / 8 for i in range(1, 8))
 MLPERF_SHARES = 8
 
 
-class NamedRow(Row, Protocol):
-    """A row with its sample's name."""
-
-    @property
-    def key(self) -> str:
-        """Unique among the samples of a cache."""
-        ...
-
-    def _replace(self, *, weight: float) -> "NamedRow": ...
-
-
-class NamedRows(Protocol):
-    """Held-out rows; `buckets` int64 [rows] number the groups of which only rows of one share a batch."""
-
-    @property
-    def buckets(self) -> np.ndarray:
-        """The bucket of each row."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> NamedRow: ...
-
-
 @dataclass(frozen=True)
 class FlowValidation:
-    """The held-out batches of one rank out of `num_ranks`, of the first `max_rows` of `rows`."""
+    """The held-out batches of one rank: of the first `max_rows` of `rows`, shared out by the rank's `loader`."""
 
     task: FlowTask
-    rows: NamedRows
+    loader: Loader
+    rows: LatentRows
     max_rows: int
-    batch: BatchConfig
-    rank: int
-    num_ranks: int
 
     def groups(self) -> Iterator[list[FlowBatch]]:
         """Yield the batches in groups of as many as a step has micro-batches; the last may be smaller."""
         batches = self.batches()
-        while group := list(islice(batches, self.batch.accumulation_steps)):
+        while group := list(islice(batches, self.loader.batch.accumulation_steps)):
             yield group
 
     def batches(self) -> Iterator[FlowBatch]:
         """Yield batches of `micro_size` rows: the same rows at each share of GRID, then at those of MLPerf.
 
         Batches of all ranks at one place have one `timestep` (None: MLPerf's) and bucket. Over all ranks each row counts once for
-        each; where a rank lacks rows, ones without weight fill its batch.
+        each of these.
         """
-        buckets = self.rows.buckets[: self.max_rows]
-        for bucket in np.unique(buckets):
-            used: list[int] = np.flatnonzero(buckets == bucket).tolist()
-            for share in rank_micro_batches(used, self.batch.micro_size, self.rank, self.num_ranks):
-                filled = [*share, *[used[0]] * (self.batch.micro_size - len(share))]
-                read = {index: self.rows[index] for index in dict.fromkeys(filled)}
-                rows = [read[i] if at < len(share) else read[i]._replace(weight=0.0) for at, i in enumerate(filled)]
-                noise = torch.stack([draw_noise(tuple(row.latents.shape), "held-out noise", row.key) for row in rows])
-                for timestep in GRID:
-                    yield replace(self._at(rows, noise, torch.full((len(rows),), timestep)), timestep=timestep)
-                yield self._at(rows, noise, torch.tensor([index % MLPERF_SHARES / MLPERF_SHARES for index in filled]))
+        for places, rows in self.loader.eval_shares(self.rows, self.max_rows):
+            noise_BTC = torch.stack([draw_noise(tuple(row.latents.shape), "held-out noise", row.key) for row in rows])
+            for timestep in GRID:
+                yield replace(self._at(rows, noise_BTC, torch.full((len(rows),), timestep)), timestep=timestep)
+            filled = places + [0] * (len(rows) - len(places))
+            yield self._at(rows, noise_BTC, torch.tensor([place % MLPERF_SHARES / MLPERF_SHARES for place in filled]))
 
-    def _at(self, rows: Sequence[NamedRow], noise_BTC: Tensor, sigma_B: Tensor) -> FlowBatch:
+    def _at(self, rows: Sequence[FlowRow], noise_BTC: Tensor, sigma_B: Tensor) -> FlowBatch:
         return self.task.noised(rows, rows, noise_BTC, sigma_B, torch.ones_like(sigma_B))
 
 
