@@ -1,13 +1,43 @@
-"""Hashes by which the parts of a pipeline are known again: which VAE and text encoders made a cache."""
+"""Which VAE and text encoders belong to a model: the parts of its pipeline, known again by hashes of their weights."""
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fluxray.data.latent_facts import CacheNeeds
 from fluxray.errors import DataError
+
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+
+
+def with_pipeline(needs: CacheNeeds, folder: Path, config_key: str = "model.weights") -> CacheNeeds:
+    """Return `needs` with the VAE and the text encoders of the pipeline in `folder`, as far as they are there.
+
+    A folder that holds the transformer alone adds nothing. `config_key` is what errors name. Raises DataError for damaged parts.
+    """
+    vae = folder / "vae"
+    if (statistics := _scaling(vae / "config.json", config_key)) is not None:
+        needs = replace(needs, latent_statistics=statistics)
+    present = {name for name in ("vae", *TEXT_ENCODERS) if any((folder / name).glob("*.safetensors"))}
+    encoders = {name: weights_identity(folder / name, config_key) for name in TEXT_ENCODERS if name in present}
+    return replace(needs, vae=weights_identity(vae, config_key) if "vae" in present else None, text_encoders=encoders)
+
+
+def _scaling(config: Path, config_key: str) -> dict[str, tuple[float, ...]] | None:
+    """Return what FLUX.1's latents are normalised by; None where it is not in the VAE's config, but, FLUX.2's, in its weights."""
+    try:
+        values = json.loads(config.read_text())
+        if values.get("shift_factor") is None:
+            return None
+        return {"shift": (float(values["shift_factor"]),), "scale": (float(values["scaling_factor"]),)}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DataError(f"{config_key}: {config} is damaged; copy it again") from None
 
 
 def weights_identity(folder: Path, config_key: str) -> str:

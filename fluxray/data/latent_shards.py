@@ -8,7 +8,7 @@
 
 A sample is read at its offsets, so no shard is ever loaded, and both layouts are read alike. A shard counts once its index is
 there, a cache once `cache.json` is: what a writer that died left is never seen. Shards may be written by any number of processes.
-`cache.json` and the indexes end in a CRC-32 of themselves.
+`cache.json` and the indexes end in a CRC-32 of their own text.
 """
 
 import io
@@ -36,6 +36,7 @@ TENSORS = ("latents", "text", "pooled")
 
 Layout = Literal["safetensors", "webdataset"]
 _SUFFIXES: Mapping[Layout, str] = {"safetensors": ".safetensors", "webdataset": ".tar"}
+_CRC_KEY = ', "crc32": '
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
@@ -138,24 +139,26 @@ def index_path(folder: Path, name: str) -> Path:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file that appears whole or not at all and ends in a CRC-32 of its values."""
+    """Write a file that appears whole or not at all; its last key is the CRC-32 of the text without it."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps({**values, "crc32": zlib.crc32(json.dumps(values).encode())}))
+    text = json.dumps(values)
+    partial.write_text(f"{text[:-1]}{_CRC_KEY}{zlib.crc32(text.encode())}}}")
     _commit(partial, path)
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Return what `write_json` wrote; DataError, whose text begins with `what`, if the file is missing or damaged."""
+    damage = DataError(f"{what}: {path.name} is damaged; copy or encode it again")
     try:
-        values = json.loads(path.read_bytes())
-        crc = values.pop("crc32")
+        text, _, crc = path.read_text().rpartition(_CRC_KEY)
+        text += "}"
+        if crc != f"{zlib.crc32(text.encode())}}}":
+            raise damage
+        return json.loads(text)
     except FileNotFoundError:
         raise DataError(f"{what} has no {path.name}; encode to the end, or copy it again") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        crc = values = None
-    if values is None or crc != zlib.crc32(json.dumps(values).encode()):
-        raise DataError(f"{what}: {path.name} is damaged; copy or encode it again")
-    return values
+    except (OSError, ValueError):
+        raise damage from None
 
 
 def crc_of(tensors: Iterable[Tensor]) -> int:
@@ -196,10 +199,15 @@ def _stored(facts: LatentFacts, sample: LatentSample) -> dict[str, Tensor]:
         has = None if tensor is None else tuple(tensor.shape)
         if has != wanted.get(name):
             raise DataError(f"{begin}: {name} of shape {has}, the cache's is {wanted.get(name)}; encode all with one model")
-    stored = {"latents": sample.latents.to(dtype_of(facts.latent_dtype)), "text": sample.text.to(dtype_of(facts.text_dtype))}
-    if sample.pooled is not None:
-        stored["pooled"] = sample.pooled.to(dtype_of(facts.text_dtype))
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
+        if tensor is not None and not tensor.isfinite().all():
+            raise DataError(f"{begin}: {name} has values that are not finite; encode in fp32 or bf16, or leave the picture out")
+    dtypes = {"latents": facts.latent_dtype, "text": facts.text_dtype, "pooled": facts.text_dtype}
+    return {name: _copied(getattr(sample, name), dtypes[name]) for name in wanted}
+
+
+def _copied(tensor: Tensor, dtype: str) -> Tensor:
+    """Return a copy for a file of safetensors, which refuses tensors that share memory, as equal captions may."""
+    return tensor.detach().to("cpu", dtype_of(dtype), copy=True).contiguous()
 
 
 def size_fault(facts: LatentFacts, height: int, width: int) -> str | None:
@@ -254,9 +262,9 @@ def _entry(sample: LatentSample, tensors: Mapping[str, Tensor], places: Mapping[
 def _write_empty(folder: Path, facts: LatentFacts, empty: Sequence[TextEmbedding]) -> None:
     tensors: dict[str, Tensor] = {}
     for text, pooled in empty:
-        tensors[f"text.{len(text)}"] = text.detach().cpu().to(dtype_of(facts.text_dtype)).contiguous()
+        tensors[f"text.{len(text)}"] = _copied(text, facts.text_dtype)
         if pooled is not None:
-            tensors["pooled"] = pooled.detach().cpu().to(dtype_of(facts.text_dtype)).contiguous()
+            tensors["pooled"] = _copied(pooled, facts.text_dtype)
     for length in facts.text_lengths:
         if f"text.{length}" not in tensors:
             raise DataError(f"data.cache: no embedding of an empty caption of {length} tokens; encode '' at each text length")

@@ -230,7 +230,7 @@ def _read_cache_file(folder: Path, config_key: str) -> dict[str, Any]:
     told = read_json(folder / CACHE_FILE, f"{config_key}: {folder}")
     version = told.get("format")
     if version != CACHE_FORMAT:
-        raise DataError(f"{config_key}: {folder} has format {version}, this fluxray reads {CACHE_FORMAT}; encode it again")
+        raise DataError(f"{config_key}: {folder} has format {version}, this fluxray reads {CACHE_FORMAT}; use the other version")
     try:
         facts = LatentFacts.from_json(told["facts"])
         names = [shard["file"] for shard in told["shards"]]

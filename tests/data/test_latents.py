@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fluxray.data.latent_facts import CacheNeeds, LatentFacts, check_cache
-from fluxray.data.latent_shards import finish_cache, index_path, write_cache, write_shard
+from fluxray.data.latent_shards import LatentSample, finish_cache, index_path, write_cache, write_shard
 from fluxray.data.latents import LatentCache, load_latents
 from fluxray.errors import ConfigError, DataError
 from tests.flow_caches import empty_captions, random_cache, random_facts, random_samples
@@ -92,6 +92,16 @@ def test_latents_may_be_stored_in_half_the_bytes(tmp_path):
     assert row.latents.dtype == torch.float32 and row.latents.equal(samples[0].latents.bfloat16().float())
 
 
+def test_samples_may_share_memory(tmp_path):
+    facts = random_facts()
+    whole = torch.randn(4, 4, 8)
+    text, pooled = torch.randn(5, 12), torch.randn(10)
+    samples = [LatentSample(f"s{i}", "the same", 32, 32, latents, text, pooled) for i, latents in enumerate([*whole, whole[0]])]
+    write_cache(tmp_path, facts, empty_captions(facts, [5]), samples)
+    cache = LatentCache(tmp_path)
+    assert all(cache[i].latents.equal(whole[i % 4]) and cache[i].text.equal(text) for i in range(5))
+
+
 def test_a_tar_follows_the_conventions_of_webdataset(tmp_path):
     import tarfile
 
@@ -142,7 +152,7 @@ def test_a_folder_that_is_no_cache_is_refused(tmp_path):
 
 def test_a_cache_of_another_format_is_refused(copy):
     edit(copy / "cache.json", lambda values: values.update(format=2))
-    with pytest.raises(DataError, match=r"^data\.cache: .* has format 2, this fluxray reads 1; encode it again$"):
+    with pytest.raises(DataError, match=r"^data\.cache: .* has format 2, this fluxray reads 1; use the other version$"):
         LatentCache(copy)
 
 
@@ -232,6 +242,10 @@ def test_a_writer_refuses_what_does_not_fit(tmp_path):
         (first._replace(height=33), "has 33x32 pixels, no multiples of 16"),
         (first._replace(text=torch.zeros(4, 16)), r"text of shape \(4, 16\), the cache's is \(4, 12\)"),
         (first._replace(pooled=None), r"pooled of shape None, the cache's is \(10,\)"),
+        (
+            first._replace(text=first.text / 0),
+            "text has values that are not finite; encode in fp32 or bf16, or leave the picture out",
+        ),
         (first._replace(latents=torch.zeros(5, 8)), r"latents of shape \(5, 8\), the cache's is \(4, 8\)"),
     ):
         with pytest.raises(DataError, match=rf"^data\.cache: sample .*{message}"):

@@ -1,14 +1,18 @@
 """Real pictures through the encoders of a pipeline: the rows of their cache are what diffusers' own pipelines make of them."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, Flux2KleinPipeline, FluxImg2ImgPipeline, FluxPipeline
+from safetensors.torch import load_file, save_file
 
-from fluxray.data.identity import weights_identity
+from fluxray.data.identity import weights_identity, with_pipeline
+from fluxray.data.latent_facts import CacheNeeds, check_cache
 from fluxray.data.latents import LatentCache
-from fluxray.errors import DataError
+from fluxray.errors import ConfigError, DataError
 from fluxray.seeding import derive_seed
 from tests.flow_pictures import SIZES, TEXT_LAYERS, Encoders, pictures, tiny_encoders, write_pictures
 
@@ -112,6 +116,42 @@ def test_weights_are_known_again_in_any_dtype_and_number_of_files(flux1, tmp_pat
     vae.decoder.conv_in.weight.data[0] += 1
     vae.save_pretrained(tmp_path / "other")
     assert weights_identity(tmp_path / "other", "model.weights") != weights_identity(flux1.folder / "vae", "model.weights")
+
+
+@pytest.mark.parametrize(("family", "widths"), [("flux1", (64, 64, 32)), ("flux2", (128, 96, None))])
+def test_a_cache_belongs_to_the_pipeline_that_encoded_it(family, widths, request, tmp_path):
+    encoders: Encoders = request.getfixturevalue(family)
+    facts = LatentCache(encoders.cache).facts
+    alone = CacheNeeds(family, *widths)
+    needs = with_pipeline(alone, encoders.folder)
+    assert needs.vae and needs.text_encoders.keys() == facts.text_encoders.keys()
+    check_cache(facts, needs)
+    assert with_pipeline(alone, tmp_path) == alone
+    shutil.copytree(encoders.folder, tmp_path / "other")
+    vae = tmp_path / "other" / "vae"
+    tensors = load_file(vae / "diffusion_pytorch_model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, vae / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(
+        ConfigError, match=rf"^data\.cache: encoded by VAE {facts.vae}, the model's is (?!{facts.vae})[0-9a-f]{{16}};"
+    ):
+        check_cache(facts, with_pipeline(alone, tmp_path / "other"))
+    shutil.copytree(encoders.folder / "vae", vae, dirs_exist_ok=True)
+    shutil.copytree(encoders.folder / "vae", tmp_path / "other" / "text_encoder", dirs_exist_ok=True)
+    (tmp_path / "other" / "text_encoder" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=rf"^data\.cache: text_encoder of the cache is {facts.text_encoders['text_encoder']}, "):
+        check_cache(facts, with_pipeline(alone, tmp_path / "other"))
+
+
+def test_the_scaling_of_latents_is_read_from_the_vae(flux1, tmp_path):
+    shutil.copytree(flux1.folder, tmp_path / "other")
+    config = tmp_path / "other" / "vae" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "scaling_factor": 0.3611}))
+    scale = flux1.pipeline.vae.config.scaling_factor
+    with pytest.raises(ConfigError, match=rf"^data\.cache: latent scale is {scale:g}, the model's 0\.3611; name a cache"):
+        check_cache(LatentCache(flux1.cache).facts, with_pipeline(CacheNeeds("flux1", 64, 64, 32), tmp_path / "other"))
+    config.write_text("{")
+    with pytest.raises(DataError, match=r"^model\.weights: .*config\.json is damaged; copy it again$"):
+        with_pipeline(CacheNeeds("flux1", 64, 64, 32), tmp_path / "other")
 
 
 def test_folders_without_whole_weights_are_refused(flux1, tmp_path: Path):
