@@ -79,6 +79,7 @@ def config(
     yaml: Annotated[bool, typer.Option("--yaml", help="Print YAML.")] = False,
 ) -> None:
     """Print the resolved configuration; * marks what is not the default, and the layer it comes from follows."""
+    from fluxray.config.keys import schema_fields
     from fluxray.config.load import flatten, origins, resolve, to_yaml
     from fluxray.config.schema import TrainConfig
     from fluxray.runtime.identity import masked
@@ -87,17 +88,18 @@ def config(
     if yaml:
         print(masked(to_yaml(resolved)), end="")
         return
-    flat, defaults = flatten(resolved), flatten(TrainConfig())
+    flat = flatten(resolved)
+    defaults = {key: field.default for key, field in schema_fields().items()} | flatten(TrainConfig())
     sources = origins(profile, model, overrides or ())
     width = max(map(len, flat))
     for key, value in flat.items():
-        mark = " " if key in defaults and defaults[key] == value else "*"
+        mark = " " if defaults[key] == value else "*"
         print(f"{mark} {key:<{width}}  {masked(_shown(value))}{f'  ({sources[key]})' if key in sources else ''}")
 
 
 @app.command()
 def evaluate(run: Run, storage: Storage = None, verbose: Verbose = False) -> None:
-    """Print loss and perplexity of a run's newest checkpoint on its held-out split."""
+    """Print the loss of a run's newest checkpoint on its held-out split."""
     from fluxray.runtime.stopping import interrupt_on_sigterm
 
     interrupt_on_sigterm()

@@ -90,6 +90,13 @@ def test_config_marks_what_is_not_the_default_and_says_where_it_comes_from(capsy
     assert found["optim.beta1"].endswith("0.9")
 
 
+def test_config_marks_no_default_of_a_kind_that_was_chosen(capsys):
+    assert run("config", "--profile", "a6000", "--model", "flux1-tiny", "task.timestep_std=2") == 0
+    found = {line[2:].split()[0]: line[0] for line in capsys.readouterr().out.splitlines()}
+    assert (found["task.kind"], found["task.timestep_std"], found["task.first_loss"]) == ("*", "*", " ")
+    assert (found["engine.kind"], found["engine.weight_slots"]) == ("*", " ")
+
+
 def test_config_as_yaml_holds_every_key(capsys):
     assert run("config", "--profile", "fsdp8", "--model", "flux2-seed", "--yaml") == 0
     tree = yaml.safe_load(capsys.readouterr().out)
