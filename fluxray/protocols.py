@@ -198,6 +198,14 @@ class BlockStack(nn.Module, ABC):
     dropout_modules: Sequence[nn.Module]
     fused: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
+    @property
+    def is_whole_again(self) -> bool:
+        """Whether backward computes a compiled block again as a whole, by a checkpoint around the compiled code.
+
+        Dropout sets its generator anew for that, which a compiled checkpoint does not do.
+        """
+        return self.has_dropout
+
     @abstractmethod
     def materialise(self, device: torch.device, block: Any, /) -> None:
         """Allocate one block, or everything outside the blocks for None, on `device` and give it its first values."""

@@ -56,7 +56,7 @@ def parallelize(
     Tensors get memory block by block, and a block is sharded before the next one is allocated, so a rank never holds more than
     its shards and one whole block.
     """
-    inside = techniques.compile and not stack.has_dropout  # see prepare_stream
+    inside = techniques.compile and not stack.is_whole_again  # see prepare_stream
     if inside:
         apply_activation_checkpoint(stack, techniques)
     if techniques.compile:
@@ -78,11 +78,11 @@ def prepare_stream(
 
     The last block, whose backward follows at once, and `kept_blocks` before it keep everything; the others keep the results of
     `kept_operations`, given for each block, too. Where the checkpoint is compiled with the block, backward computes again only
-    what it needs: not the block's last matrix products, whose result is known. Dropout wants its generator to be set anew for
-    that, which a compiled checkpoint does not do.
+    what it needs: not the block's last matrix products, whose result is known. Some blocks are computed again as a whole
+    (`BlockStack.is_whole_again`).
     """
     again = stack.blocks[: max(len(stack.blocks) - 1 - kept_blocks, 0)]
-    inside = compiles and not stack.has_dropout
+    inside = compiles and not stack.is_whole_again
     if inside:
         checkpoint_blocks(again, kept_operations)
     if compiles:
@@ -104,7 +104,7 @@ def apply_activation_checkpoint(stack: BlockStack, techniques: Techniques) -> No
         case "every_n":
             checkpoint_blocks(stack.blocks[:: techniques.checkpoint_every])
         case "selective":
-            assert not (techniques.compile and stack.has_dropout), "compiled code hides operations: check_techniques"
+            assert not (techniques.compile and stack.is_whole_again), "compiled code hides operations: check_techniques"
             checkpoint_blocks(stack.blocks, techniques.kept_operations)
 
 

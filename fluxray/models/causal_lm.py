@@ -170,6 +170,11 @@ class CausalLMStack(BlockStack):
         embed_dropout = () if self._parts.embed_dropout is None else (self._parts.embed_dropout,)
         self.dropout_modules = (*embed_dropout, *(block.module for block in self.blocks))
 
+    @property
+    def is_whole_again(self) -> bool:
+        """Also with FlexAttention, whose gradients are wrong inside a compiled checkpoint (torch 2.11, on a GPU)."""
+        return self.has_dropout or self._kernel == "flex"
+
     def prologue(self, batch: TextBatch) -> State:
         """Embed the tokens; compute rotary embeddings and what attention reads of the batch, which all blocks share."""
         parts = self._parts

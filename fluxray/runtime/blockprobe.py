@@ -12,7 +12,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.engine.parallelize import prepare_stream
 from fluxray.engine.stream_compute import Computation
 from fluxray.memory.live import BlockMemory
-from fluxray.memory.spec import KindSpec, ModelSpec
+from fluxray.memory.spec import ModelSpec
 from fluxray.models.causal_lm import build_causal_lm, library_config
 from fluxray.protocols import BatchKey, BlockStack, SampleId, TextBatch
 from fluxray.runtime.attention import expected_kernel
@@ -32,7 +32,8 @@ def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device) -> 
     kinds = dict(spec.kinds)
     for name, kind in spec.kinds.items():
         of_kind = [index for index, block in enumerate(spec.blocks) if block.kind == name]
-        again = 0 if len(spec.blocks) == 1 else _again(config, spec, kind)
+        part = kind.again_flops if computes_partly_again(config, spec) else kind.forward_flops
+        again = 0 if len(spec.blocks) == 1 else part
         with _Bench(config, spec, of_kind[0], 0, device) as bench:
             each, peak, _ = bench.measure()
         flops += len(of_kind) * bench.rows * (3 * kind.forward_flops + again)
@@ -45,8 +46,9 @@ def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device) -> 
     return flops / seconds, replace(spec, kinds=kinds)
 
 
-def _again(config: TrainConfig, spec: ModelSpec, kind: KindSpec) -> int:
-    return kind.again_flops if config.compile and not spec.has_dropout else kind.forward_flops
+def computes_partly_again(config: TrainConfig, spec: ModelSpec) -> bool:
+    """Return whether backward computes again only what it needs of a block (see `BlockStack.is_whole_again`)."""
+    return config.compile and not spec.has_dropout and config.attention != "flex"
 
 
 class _Bench:

@@ -31,7 +31,7 @@ from fluxray.models.causal_lm import build_causal_lm, library_config
 from fluxray.optim.states import state_format
 from fluxray.protocols import TextBatch
 from fluxray.runtime.attention import expected_kernel
-from fluxray.runtime.blockprobe import probe_blocks
+from fluxray.runtime.blockprobe import computes_partly_again, probe_blocks
 
 MAX_SUGGESTIONS = 3
 
@@ -45,10 +45,11 @@ def plan_run(config: TrainConfig, spec: ModelSpec | None = None) -> MemoryPlan:
 
 def check_techniques(config: TrainConfig, has_dropout: bool) -> None:
     """Raise ConfigError for techniques that do not go together on a model with or without dropout."""
-    if config.activation_checkpoint == "selective" and config.compile and has_dropout:
+    if config.activation_checkpoint == "selective" and config.compile and (has_dropout or config.attention == "flex"):
+        what, remedy = ("dropout", "model.config's dropout to 0") if has_dropout else ("attention=flex", "attention=varlen")
         raise ConfigError(
-            "activation_checkpoint: 'selective' chooses among operations, which compiled blocks with dropout hide; set "
-            "compile=false, model.config's dropout to 0, or activation_checkpoint=full"
+            f"activation_checkpoint: 'selective' chooses among operations, which compiled blocks with {what} hide; set "
+            f"compile=false, {remedy}, or activation_checkpoint=full"
         )
 
 
@@ -160,7 +161,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         activation_checkpoint=config.activation_checkpoint,
         checkpoint_every=config.activation_checkpoint_every or 2,
         checkpoint_budget=config.activation_checkpoint_budget or 0,
-        partly_again=config.compile and not spec.has_dropout,
+        partly_again=computes_partly_again(config, spec),
         whole_copies=mixed and not split and ranks == 1,
         paged_states=config.optim.kind == "paged_adam8bit",
         steps_in_backward=config.optim.in_backward,

@@ -20,6 +20,7 @@ from fluxray.errors import CheckpointError, ConfigError, DataError
 from fluxray.protocols import Report, RunState, RunSummary, Schedule
 from fluxray.runtime import torchrun, worker
 from fluxray.runtime.context import WorkerContext
+from fluxray.runtime.planning import check_techniques
 from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -356,11 +357,15 @@ def test_every_way_to_save_memory_trains_to_the_same_bits(words: tuple[str, ...]
     assert waits == (words[0] == "activation_checkpoint=offload")
 
 
-def test_operations_of_compiled_blocks_with_dropout_cannot_be_chosen(cache: Path) -> None:
-    words = ("activation_checkpoint=selective", "activation_checkpoint_budget=1MB", "compile=true")
+@pytest.mark.parametrize(
+    ("attention", "dropout", "what", "remedy"),
+    [("auto", True, "dropout", "model.config's dropout to 0"), ("flex", False, "attention=flex", "attention=varlen")],
+)
+def test_operations_that_compiled_blocks_hide_cannot_be_chosen(attention: str, dropout: bool, what: str, remedy: str) -> None:
+    words = ("activation_checkpoint=selective", "activation_checkpoint_budget=1MB", "compile=true", f"attention={attention}")
     with pytest.raises(ConfigError) as refused:
-        preflight(small(*words), cache)
+        check_techniques(small(*words), dropout)
     assert str(refused.value) == (
-        "activation_checkpoint: 'selective' chooses among operations, which compiled blocks with dropout hide; set "
-        "compile=false, model.config's dropout to 0, or activation_checkpoint=full"
+        f"activation_checkpoint: 'selective' chooses among operations, which compiled blocks with {what} hide; set "
+        f"compile=false, {remedy}, or activation_checkpoint=full"
     )
