@@ -143,8 +143,7 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     if demand.activation_checkpoint == "offload":
         carries, waiting = (IN_FLIGHT + 1) * max(inputs), sum(inputs[:-1])
     last = len(demand.blocks) - 1
-    kinds = [demand.spec.kinds[block.kind] for block in demand.spec.blocks[last - policy.kept_blocks : last]]
-    kept = demand.num_micro_batches * sum(kind.kept(demand.micro_rows) for kind in kinds)
+    kept = demand.num_micro_batches * sum(_kept_inside(demand, index) for index in range(last - policy.kept_blocks, last))
     kept += demand.rank_rows * kept_operations(demand, policy)
     held_back = demand.itemsize if demand.hold_gradients else 0
     largest_outside = _largest_outside(demand)
@@ -225,6 +224,12 @@ def _with_validation(device: dict[str, int], demand: Demand, num_batches: int, c
     return {**device, "validation": max(0, logits + carry - free)}
 
 
+def _kept_inside(demand: Demand, index: int) -> int:
+    """Return what a block keeps of one micro-batch besides its output, which is the next one's input."""
+    block, behind = demand.spec.blocks[index], demand.spec.blocks[-1 if index == -1 else index + 1]
+    return max(0, demand.spec.kinds[block.kind].kept(demand.micro_rows) - demand.micro_rows * behind.carry_bytes)
+
+
 def _largest_block(demand: Demand) -> int:
     return max(kind.peak(demand.micro_rows) for kind in demand.spec.kinds.values())
 
@@ -248,7 +253,7 @@ def _beyond_a_block(demand: Demand, chunk: int) -> int:
     last, tokens = demand.spec.blocks[-1], min(chunk, demand.micro_tokens)
     hidden = 3 * tokens * last.carry_bytes // demand.spec.row_tokens
     gradients = demand.itemsize * (tokens * demand.spec.num_outputs + _largest_outside(demand))
-    at_the_loss = demand.spec.kinds[last.kind].kept(demand.micro_rows) + hidden + max(_logits(demand, chunk), gradients)
+    at_the_loss = _kept_inside(demand, -1) + hidden + max(_logits(demand, chunk), gradients)
     return max(0, at_the_loss - _largest_block(demand))
 
 
