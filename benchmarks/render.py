@@ -53,6 +53,7 @@ COLUMNS = {
     "best_lr": "best learning rate",
     "first_step_s": "first step, s",
     "ratio": "ratio",
+    "git": "revision",
     "price_per_hour": "dollars an hour",
     "price_per_million": "dollars a million tokens",
     "first_blocked_s": "first save: training stood still, s",
@@ -143,7 +144,10 @@ def stream_conclusion(rows: list[Row]) -> str:
         f"TFLOPS, where the card multiplies bf16 matrices at {whole['card_matrix_tflops']:.0f}. The first step is done "
         f"{whole['first_step_s']:.0f} s after the start; later it waits {1000 * whole['wait_fetch_s']:.0f} ms a step for copies."
     )
-    peers = [row for row in rows if row.get("baseline") == "8 blocks, streamed"]
+    streamed = by_note.get("8 blocks, streamed", {})
+    if "ratio" in streamed:
+        told += f" Streaming costs {1 - streamed['ratio']:.1%}: 8 blocks run at {streamed['ratio']:.1%} of all resident."
+    peers = [row for row in rows if str(row.get("baseline")).startswith("8 blocks, streamed")]
     if peers:
         best = max(peers, key=lambda row: row["ratio"])
         told += f" On 8 blocks the fastest of the others, {best['note']}, reaches {best['ratio']:.0%} of it"
