@@ -1,5 +1,6 @@
 """Everything that is done to a model before it is trained, in the order in which it is done."""
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -133,6 +134,8 @@ def apply_fsdp(stack: BlockStack, techniques: Techniques, device: torch.device, 
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    # FLUX.1's single blocks return parts of one tensor, and nothing here ever modifies a block's output in place
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     for block in stack.blocks:
         stack.materialise(device, block)
         fully_shard(block.module, mesh=mesh, mp_policy=policy, reshard_after_forward=techniques.reshard_after_forward)

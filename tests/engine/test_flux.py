@@ -15,15 +15,12 @@ from fluxray.engine.clip import ClipMode
 from fluxray.engine.parallelize import Precision, Techniques
 from fluxray.engine.stream_compute import with_leaves
 from fluxray.engine.stream_store import StreamSettings
-from fluxray.models.flux_stack import FluxStack
 from fluxray.optim.adam8bit import AdamConfig, FlatState, adam_step, bias_corrections
 from fluxray.optim.formats import split
 from fluxray.optim.states import state_format
 from fluxray.protocols import Engine, FlowBatch, RunState, Schedule
 from tests.engine.flux_cases import (
     CASES,
-    FLUX1,
-    FLUX2,
     FlowEngines,
     draw,
     flow_batch,
@@ -33,16 +30,14 @@ from tests.engine.flux_cases import (
     sharded_flow,
     stream_flow,
     train_flow,
+    weighted_square,
 )
 from tests.engine.helpers import EIGHT_BIT, OPTIM, SEED, EngineCase, expect_close, expect_close_values, expect_equal, section
 from tests.engine.stream_helpers import CLIP_MODES, CLIPPED, expect_same, masters_of, moments_of, state_of
-from tests.models.flux_helpers import built, flux_config, output_of
+from tests.models.flux_helpers import built, output_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
 Build = Callable[[EngineCase], Engine]
-WIDE = {"attention_head_dim": 128, "num_layers": 1, "num_single_layers": 2}
-"""Has 8-bit moments."""
-AXES = {"flux1 dev": [16, 56, 56], "flux2 klein": [32, 32, 32, 32]}
 
 
 @pytest.fixture(params=FlowEngines)
@@ -59,7 +54,7 @@ def with_techniques(case: EngineCase, precision: Precision = "fp32", **keys: Any
     return replace(case, techniques=Techniques(precision, **keys))
 
 
-def run_flow(engine: Engine, case: EngineCase, num_steps: int = 3) -> list[tuple[float, ...]]:
+def run_flow(engine: Engine, case: EngineCase, num_steps: int = 2) -> list[tuple[float, ...]]:
     """Train and return what each step put out."""
     outputs = [engine.train_step(flow_cut(case, 2, step), OPTIM.lr) for step in range(num_steps)]
     return [tuple(value.item() for value in output if value is not None) for output in outputs]
@@ -67,14 +62,13 @@ def run_flow(engine: Engine, case: EngineCase, num_steps: int = 3) -> list[tuple
 
 def test_equals_a_plain_loop_over_the_librarys_model_and_pipelines(build: Build, case: EngineCase) -> None:
     """Gradients of the first step among it: of what makes temb and shared modulation, too."""
-    expected = plain_flow(case)
+    expected = plain_flow(case, 4)
     assert all(gradient.abs().max() > 0 for gradient in expected.gradients.values())
-    expect_close(train_flow(build(case), case), expected, loss=2e-6, gradient=2e-6)
+    expect_close(train_flow(build(case), case, num_steps=4), expected, loss=2e-6, gradient=2e-6)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4, 8])
-def test_split_into_micro_batches_does_not_matter(build: Build, case: EngineCase, num_micro_batches: int) -> None:
-    actual, expected = (train_flow(build(case), case, count) for count in (num_micro_batches, 2))
+def test_split_into_micro_batches_does_not_matter(build: Build, case: EngineCase) -> None:
+    actual, expected = (train_flow(build(case), case, count) for count in (1, 8))
     expect_close(actual, expected, loss=2e-6, gradient=2e-6)
 
 
@@ -94,13 +88,12 @@ def test_micro_batches_of_other_resolutions_and_texts_in_one_step(build: Build, 
 
 
 @pytest.mark.parametrize("kind", ["full", "sqrt", "every_n", "offload"])
-@pytest.mark.parametrize("precision", ["fp32", "mixed-bf16"])
-def test_checkpointing_changes_no_bit(case: EngineCase, precision: Precision, kind: CheckpointKind) -> None:
-    plain, other = (with_techniques(case, precision, activation_checkpoint=each) for each in ("none", kind))
-    expect_equal(train_flow(sharded_flow(other), case, num_steps=2), train_flow(sharded_flow(plain), case, num_steps=2))
+def test_checkpointing_changes_no_bit(case: EngineCase, kind: CheckpointKind) -> None:
+    plain, other = (with_techniques(case, "mixed-bf16", activation_checkpoint=each) for each in ("none", kind))
+    expect_equal(train_flow(sharded_flow(other), case), train_flow(sharded_flow(plain), case))
 
 
-@pytest.mark.parametrize("precision", ["amp-bf16", "amp-fp16", "mixed-bf16"])
+@pytest.mark.parametrize("precision", ["amp-bf16", "mixed-bf16"])
 def test_16_bits_stay_close_to_fp32(build: Build, case: EngineCase, precision: Precision) -> None:
     reduced, exact = train_flow(build(with_techniques(case, precision)), case), train_flow(build(case), case)
     expect_close_values(torch.tensor(reduced.losses), torch.tensor(exact.losses), 1e-2, "losses")
@@ -113,8 +106,6 @@ def test_mixed_bf16_rounds_noise_levels_as_the_library_does(case: EngineCase) ->
     held = {name: None if t is None else t.bfloat16() for name, t in drawn._asdict().items() if name in ("text", "pooled")}
     batch = flow_batch(drawn, range(8))
     engine = stream_flow(with_techniques(case, "mixed-bf16"))
-    stack = engine._stack
-    assert isinstance(stack, FluxStack)
     expected: list[Tensor] = []
     model.register_forward_hook(lambda _, args, output: expected.append(output[0]))
     with torch.no_grad():
@@ -153,42 +144,34 @@ def test_a_sample_that_stands_in_changes_nothing(build: Build, case: EngineCase)
         assert torch.equal(weight, section(beside, "weights")[name])
 
 
-@pytest.mark.parametrize("kernel", ["flash", "math"])
-@pytest.mark.parametrize("fused_qkv", [False, True])
-def test_kernels_and_fused_projections_train_alike(build: Build, case: EngineCase, fused_qkv: bool, kernel: Kernel) -> None:
+@pytest.mark.parametrize(("kernel", "fused_qkv"), [("flash", True), ("math", False)])
+def test_kernels_and_fused_projections_train_alike(build: Build, case: EngineCase, kernel: Kernel, fused_qkv: bool) -> None:
     other = replace(case, kernel=kernel, model=case.model.model_copy(update={"fused_qkv": fused_qkv}))
     expect_close(train_flow(build(other), case), plain_flow(case), loss=2e-6, gradient=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["none", "full"])
 def test_compiled_blocks_train_alike(
     build: Build, case: EngineCase, kind: CheckpointKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As traced and differentiated; no code is generated."""
     intact = torch.compile
+    torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", lambda function: intact(function, backend="aot_eager", fullgraph=True))
-    compiled = with_techniques(case, compile=True, activation_checkpoint=kind)
-    expect_close(train_flow(build(compiled), case, num_steps=2), train_flow(build(case), case, num_steps=2), gradient=2e-6)
+    compiled = with_techniques(case, compile=True, activation_checkpoint="full")
+    expect_close(train_flow(build(compiled), case), train_flow(build(case), case), gradient=2e-6)
 
 
-FORMATS: dict[str, tuple[Techniques, Any]] = {
-    "fp32": (Techniques("fp32"), OPTIM),
-    "split24": (Techniques("mixed-bf16"), EIGHT_BIT.model_copy(update={"master": "split24"})),
-    "stochastic": (Techniques("mixed-bf16"), EIGHT_BIT.model_copy(update={"master": "stochastic"})),
-}
-
-
-@pytest.mark.parametrize("mode", CLIP_MODES)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", AXES)
-def test_streamed_equals_resident_bit_for_bit(family: str, name: str, mode: ClipMode) -> None:
-    techniques, optim = FORMATS[name]
-    keys = {} if name == "fp32" else {**WIDE, "axes_dims_rope": AXES[family]}
-    case = EngineCase(flux_config(family, **keys), techniques, CLIPPED, mode, optim)
+@pytest.mark.parametrize(
+    ("master", "mode"), [*(("fp32", mode) for mode in CLIP_MODES), ("split24", "previous"), ("stochastic", "block")]
+)
+def test_streamed_equals_resident_bit_for_bit(case: EngineCase, master: Any, mode: ClipMode) -> None:
+    optim = OPTIM if master == "fp32" else EIGHT_BIT.model_copy(update={"master": master})
+    case = with_techniques(case, "fp32" if master == "fp32" else "mixed-bf16")
+    case = replace(case, clip=mode, max_norm=CLIPPED, optim=optim)
     found = []
     for settings, kept in ((StreamSettings(), 0), (StreamSettings(resident_blocks=2), 1), (StreamSettings(1, 1, 9), 9)):
         engine = stream_flow(case, settings, kept)
-        outputs = run_flow(engine, case, 2)
+        outputs = run_flow(engine, case)
         found.append((outputs, state_of(engine)))
     for outputs, state in found[1:]:
         assert outputs == found[0][0]
@@ -234,8 +217,6 @@ class _MicroBatchMajor:
         for block in self.stack.blocks:
             outputs.append(block(inputs[-1]))
             inputs.append(with_leaves(outputs[-1]._replace(shared=first.shared), names))
-        from tests.engine.flux_cases import weighted_square
-
         loss = self.stack.epilogue(inputs[-1], batch, weighted_square).sum
         (loss / divisor).backward()
         shared = {name: _gradient(inputs[-1].shared[name]) for name in names}
@@ -261,7 +242,7 @@ def test_layer_by_layer_equals_one_micro_batch_after_the_other_bit_for_bit(
 ) -> None:
     case = replace(with_techniques(case, precision), clip="block")
     engine, plain = stream_flow(case), _MicroBatchMajor(case)
-    for step in range(3):
+    for step in range(2):
         batches = flow_cut(case, num_micro_batches, step)
         assert engine.train_step(batches, OPTIM.lr).loss.item() == plain.step(batches, step + 1)
     state = state_of(engine)
@@ -287,14 +268,13 @@ def test_stream_equals_the_sharded_engine(case: EngineCase, mode: ClipMode) -> N
     assert all((moments[name] - value).abs().max() <= 1e-5 * scale for name, value in others.items())
 
 
-@pytest.mark.parametrize("fused_qkv", [False, True])
-@pytest.mark.parametrize(("writer", "reader"), [("resident", "stream"), ("stream", "fsdp")])
+@pytest.mark.parametrize(("writer", "reader", "fused_qkv"), [("resident", "stream", False), ("stream", "fsdp", True)])
 def test_a_checkpoint_of_one_engine_is_read_by_the_other(
     case: EngineCase, writer: str, reader: str, fused_qkv: bool, tmp_path: Path
 ) -> None:
     """And with fused projections by a run without them."""
     first = FlowEngines[writer](replace(case, model=case.model.model_copy(update={"fused_qkv": fused_qkv})))
-    train_flow(first, case, num_steps=2)
+    train_flow(first, case)
     checkpoint.save(tmp_path, RunState(0, Schedule("constant", 1e-3, 0, 10, 0.0), step=2), first.state_items())
     second = FlowEngines[reader](case)
     assert not second.load_items(checkpoint.CheckpointReader(tmp_path / "step_00000002"))
@@ -303,11 +283,6 @@ def test_a_checkpoint_of_one_engine_is_read_by_the_other(
         dict(built(case.model).model.named_parameters())
     )
     actual, expected = (train_flow(engine, case, num_steps=2, start=2) for engine in (second, first))
-    expect_close(actual, replace(expected, gradients={}), loss=2e-6)
-
-
-def test_fixtures_are_the_two_families() -> None:
-    assert [FLUX1.model.config["_class_name"], FLUX2.model.config["_class_name"]] == [
-        "FluxTransformer2DModel",
-        "Flux2Transformer2DModel",
-    ]
+    expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 2e-6, "losses")
+    for name, weight in expected.weights.items():
+        expect_close_values(actual.weights[name], weight, 1e-4, name)

@@ -24,6 +24,7 @@ from fluxray.errors import ConfigError
 from fluxray.models.causal_lm import library_config
 from fluxray.protocols import IGNORE_INDEX, RunState, Schedule, TextBatch
 from fluxray.ranks import Ranks
+from tests.engine import flux_cases
 from tests.engine.helpers import (
     EIGHT_BIT,
     OPTIM,
@@ -96,6 +97,15 @@ def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
         expect_close(actual, expected, gradient=1e-6 if unclipped else 1e-5)
     else:  # partial sums are rounded to 16 bits at other places
         expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
+
+
+@pytest.mark.parametrize("name", flux_cases.RANK_CASES)
+def test_flux_on_any_number_of_ranks_equals_a_plain_loop(folder: Path, name: str) -> None:
+    case = flux_cases.RANK_CASES[name][2]
+    actual, expected = _trace(folder / name), flux_cases.plain_flow(case, flux_cases.RANK_STEPS)
+    if case.max_norm < 1:  # moments are of clipped gradients
+        actual.gradients = {key: moment * (expected.norms[0] / case.max_norm) for key, moment in actual.gradients.items()}
+    expect_close(actual, expected, loss=2e-6, gradient=2e-6 if case.max_norm > 1 else 1e-5)
 
 
 def test_a_rank_without_rows_in_a_round_does_not_matter(folder: Path) -> None:
@@ -243,10 +253,13 @@ def _rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    meshes = {n: DeviceMesh("cpu", torch.arange(n)) for n in (1, 2, WORLD)}
+    meshes = {n: DeviceMesh("cpu", torch.arange(n)) for n in (1, 2, 4, WORLD)}
     for name, (num_ranks, num_micro_batches, differing) in {**CASES, **EIGHT_BIT_CASES}.items():
         if rank < num_ranks:
             _run(Path(folder, name), replace(NEOX, **differing), meshes[num_ranks], num_micro_batches, (0, LAST_STEP))
+    for name, (num_ranks, _, _) in flux_cases.RANK_CASES.items():
+        if rank < num_ranks:
+            flux_cases.run_on_ranks(Path(folder, name), name, meshes[num_ranks], rank)
     for name, (before, after) in RESUMED.items():
         for num_ranks, steps in ((before, (0, SPLIT_STEP)), (after, (SPLIT_STEP, LAST_STEP))):
             if rank < num_ranks:
