@@ -23,8 +23,9 @@ def is_flux(model: ModelConfig) -> bool:
 
 def meta_transformer(model: ModelConfig) -> nn.Module:
     """Return diffusers' transformer, fp32, on the meta device, in training mode; ConfigError for what diffusers does not know."""
-    cls = transformer_class(model)
-    keys = {key: value for key, value in library_config(model).items() if not key.startswith("_")}
+    config = library_config(model)
+    cls = transformer_class(config["_class_name"])
+    keys = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
         with torch.device("meta"):
             return cls(**keys).train()

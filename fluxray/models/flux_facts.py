@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from fluxray.config.schema import ModelConfig
 from fluxray.errors import ConfigError
+from fluxray.models.pipeline import flux_config, pipeline_facts
 
 Family = Literal["flux1", "flux2"]
 
@@ -36,16 +37,19 @@ class FluxFacts:
 
 
 def flux_facts(model: ModelConfig, is_distilled: bool | None = None) -> FluxFacts:
-    """Return the facts of a configured transformer.
+    """Return the facts of a configured or published transformer.
 
     A step-distilled FLUX.1 is known by its lack of guidance, a FLUX.2 with guidance is none; of a FLUX.2 without guidance the
-    pipeline's model_index.json alone tells, so `is_distilled` is what it holds. ConfigError for what diffusers does not know.
+    model_index.json of its pipeline alone tells, or else the caller. ConfigError for what diffusers does not know.
     """
     config = library_config(model)
     family = FAMILIES[config["_class_name"]]
     guided = bool(config["guidance_embeds"])
     if is_distilled is None and (family == "flux1" or guided):
         is_distilled = not guided
+    elif is_distilled is None and model.weights is not None:
+        around = pipeline_facts(model.weights)
+        is_distilled = None if around is None else around.is_distilled
     return FluxFacts(
         family,
         config["in_channels"],
@@ -58,9 +62,8 @@ def flux_facts(model: ModelConfig, is_distilled: bool | None = None) -> FluxFact
     )
 
 
-def transformer_class(model: ModelConfig) -> Any:
-    """Return diffusers' class of a configured transformer; ConfigError for one that is not FLUX's."""
-    name = model.config.get("_class_name", "")
+def transformer_class(name: str) -> Any:
+    """Return diffusers' class of a FLUX transformer; ConfigError for another name."""
     if name not in FAMILIES:
         raise ConfigError(f"model.config._class_name: {name!r} is no FLUX transformer; use one of {', '.join(FAMILIES)}")
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # what it lacks is for inference in 4 bits
@@ -72,19 +75,36 @@ def transformer_class(model: ModelConfig) -> Any:
 def library_config(model: ModelConfig) -> dict[str, Any]:
     """Return the whole configuration of a transformer, `_class_name` and the class's own defaults included.
 
-    Raises ConfigError for a key that the class does not have, and for a transformer that does not map latents to latents.
+    Raises ConfigError for a key that the class does not have, for keys that contradict those of the published `model.weights`,
+    and for a transformer that does not map latents to latents.
     """
-    cls = transformer_class(model)
-    name = model.config["_class_name"]
+    given = model.config if model.weights is None else flux_config(model.weights)
+    name = given.get("_class_name", "")
+    cls = transformer_class(name)
     parameters = {key: value for key, value in inspect.signature(cls.__init__).parameters.items() if key != "self"}
-    keys = {key: value for key, value in model.config.items() if not key.startswith("_")}
+    keys = {key: value for key, value in given.items() if not key.startswith("_")}
     for key in keys:
         if key not in parameters:
             close = difflib.get_close_matches(key, parameters, n=1)
             hint = f"did you mean model.config.{close[0]}?" if close else "drop it"
             raise ConfigError(f"model.config.{key}: is no key of {name}; {hint}")
     config = {"_class_name": name, **{key: parameter.default for key, parameter in parameters.items()}, **keys}
+    _check_agrees(config, model)
     for key, wanted in (("patch_size", 1), ("out_channels", config["in_channels"])):
         if config[key] not in (None, wanted):
             raise ConfigError(f"model.config.{key}: {config[key]!r}, but a transformer of latents has {wanted}; drop it")
     return config
+
+
+def _check_agrees(config: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError for what `model.config` says otherwise than the published configuration."""
+    for key, value in model.config.items():
+        published = config.get(key)
+        if key in config and published != value and not _is_same_list(published, value):
+            raise ConfigError(
+                f"model.config.{key}: {value!r}, but {model.weights} has {published!r}; drop the key or the weights"
+            )
+
+
+def _is_same_list(one: Any, other: Any) -> bool:
+    return isinstance(one, list | tuple) and isinstance(other, list | tuple) and list(one) == list(other)

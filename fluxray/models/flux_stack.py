@@ -16,6 +16,7 @@ from fluxray.models import fused
 from fluxray.models.blocks import find_block_lists, materialise
 from fluxray.models.flux import meta_transformer
 from fluxray.models.flux_facts import FAMILIES
+from fluxray.models.weights import PretrainedWeights
 from fluxray.protocols import Block, BlockStack, FlowBatch, State
 
 
@@ -30,7 +31,8 @@ class Weights(Protocol):
 def build_flux(model: ModelConfig, seed: int, kernel: Kernel | None = None, weights: Weights | None = None) -> "FluxStack":
     """Return the block stack of a model on the meta device; `FluxStack.materialise` gives its tensors memory and values.
 
-    `kernel` computes attention; without one it is the library's own call of torch's SDPA, which chooses for itself.
+    `kernel` computes attention; without one it is the library's own call of torch's SDPA, which chooses for itself. `weights` are
+    those that `model` names unless others are given.
     """
     library = meta_transformer(model)
     if model.fused_qkv:
@@ -39,6 +41,8 @@ def build_flux(model: ModelConfig, seed: int, kernel: Kernel | None = None, weig
         from fluxray.models.flux_attention import set_kernel
 
         set_kernel(library, kernel)
+    if weights is None and model.weights is not None:
+        weights = PretrainedWeights(model.weights)
     return FluxStack(library, seed, weights)
 
 

@@ -1,3 +1,5 @@
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,7 +107,7 @@ def test_one_kind_of_blocks_alone(case: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("fused_qkv", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FAMILIES)
 def test_first_values_are_keyed_by_seed_and_path(case: str, fused_qkv: bool) -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)
@@ -240,3 +242,30 @@ def test_a_forward_of_the_library_that_overflows_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(flux_verify, "library_output", lambda *args: intact(*args) * torch.inf)
     with pytest.raises(ConfigError, match="gives no finite numbers"):
         check_flux_stack(flux_config("flux1 dev"))
+
+
+@torch.no_grad()
+def test_published_weights_bring_their_configuration(tmp_path: Path) -> None:
+    published = built(flux_config("flux2 klein"), seed=5).eval()
+    published.model.save_pretrained(tmp_path)
+    model = ModelConfig(weights=f"path:{tmp_path}", config={"num_layers": 2, "axes_dims_rope": (2, 2, 2, 2)})
+    batch = draw_for(model)
+    assert torch.equal(output_of(built(model).eval(), batch), output_of(published, batch))
+    assert flux_facts(model) == flux_facts(flux_config("flux2 klein"))
+    check_flux_stack(model)
+    for key, value in (("num_layers", 3), ("_class_name", "FluxTransformer2DModel")):
+        with pytest.raises(ConfigError, match=rf"^model\.config\.{key}: .*, but path:.* has .*; drop the key or the weights$"):
+            build_flux(model.model_copy(update={"config": {key: value}}), 0)
+
+
+@pytest.mark.parametrize("is_distilled", [True, False])
+def test_a_pipeline_tells_whether_it_is_distilled(is_distilled: bool, tmp_path: Path) -> None:
+    build_flux(flux_config("flux2 klein"), 0).model.save_config(tmp_path / "transformer")
+    index = {"_class_name": "Flux2KleinPipeline", "is_distilled": is_distilled}
+    index["transformer"] = ["diffusers", "Flux2Transformer2DModel"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for name, config in (("vae", {"latent_channels": 2, "batch_norm_eps": 1e-4}), ("scheduler", {})):
+        (tmp_path / name).mkdir()
+        file = "config.json" if name == "vae" else "scheduler_config.json"
+        (tmp_path / name / file).write_text(json.dumps(config))
+    assert flux_facts(ModelConfig(weights=f"path:{tmp_path}")).is_distilled is is_distilled

@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fluxray.config.schema import Kernel
-from fluxray.engine.parallelize import Techniques
+from fluxray.engine.activation_checkpoint import checkpoint_blocks
+from fluxray.engine.parallelize import Techniques, apply_compile
 from fluxray.models.attention import KERNELS, attend, attention_inputs
+from fluxray.models.flux_stack import build_flux
 from fluxray.models.kernels import Setting, candidates, prove
 from fluxray.protocols import TextBatch
 from tests.engine.helpers import EngineCase, EngineFactory, cut, expect_close_values, model_config, sharded_engine, train
 from tests.engine.stream_helpers import stream_engine
+from tests.models.flux_helpers import draw_for, flux_config, output_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,6 +57,39 @@ def able(kernel: Kernel, found: Setting) -> Setting:
 def test_plain_causal_attention(kernel: Kernel, heads: int, shared: int, width: int, length: int) -> None:
     found = setting(num_heads=heads, num_shared_heads=shared, head_dim=width, length=length)
     prove(kernel, able(kernel, found), CUDA)
+
+
+@pytest.mark.parametrize("length", [1, 77, 768, 1024])
+@pytest.mark.parametrize(("heads", "width"), [(8, 64), (4, 128)])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "math"])
+def test_attention_of_all_to_all(kernel: Kernel, heads: int, width: int, length: int) -> None:
+    found = setting(num_heads=heads, num_shared_heads=heads, head_dim=width, length=length, causal=False)
+    prove(kernel, able(kernel, found), CUDA)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", ["flux1 dev", "flux2 klein"])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "math"])
+def test_flux_blocks_are_differentiated_alike_under_every_kernel(kernel: Kernel, case: str, compiled: bool) -> None:
+    axes = [16, 24, 24] if case == "flux1 dev" else [16] * 4
+    model = flux_config(case, attention_head_dim=64, axes_dims_rope=axes)
+    able(kernel, setting(causal=False))
+    torch.compiler.reset()
+    batch = draw_for(model, height=16, width=15, num_text=77).to(CUDA)
+    gradients = []
+    for each in (kernel, None):
+        stack = build_flux(model, 0, each)
+        for block in (*stack.blocks, None):
+            stack.materialise(CUDA, block)
+        stack.to(torch.bfloat16)
+        checkpoint_blocks(stack.blocks)
+        if compiled and each is not None:
+            apply_compile(stack)
+        output_of(stack, batch).float().square().mean().backward()
+        gradients.append({name: parameter.grad.float() for name, parameter in stack.model.named_parameters()})
+    scale = max(gradient.abs().max() for gradient in gradients[1].values())
+    for name, gradient in gradients[1].items():
+        assert (gradients[0][name] - gradient).abs().max() <= 3e-2 * scale, name
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 128])
