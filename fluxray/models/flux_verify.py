@@ -16,15 +16,15 @@ HEIGHT, WIDTH, TEXT_TOKENS, TEXT_WIDTH = 2, 3, 4, 256
 """Of the small batch. Text embeddings are narrower than the model's: only the first projection reads them."""
 
 HEADS = 4
-"""Attention heads that are kept: all widths inside follow from their number, and FLUX.2-dev's 48 would take 9 GB and half a minute."""
+"""Attention heads that are kept: all widths inside follow from them. FLUX.2-dev's 48 would take 9 GB and half a minute."""
 
 
 def check_flux_stack(model: ModelConfig, seed: int = 0) -> None:
     """Raise unless prologue, one block of each kind and epilogue give the library's own output, in fp32 and in bf16.
 
-    Runs on the host, within a second, on a copy cut to one block of each kind, to HEADS heads and to narrow texts. ConfigError if the library's
-    own forward fails on such a model or overflows; RuntimeError if the two differ: in any bit, or in fp32 with fused
-    projections by more than FUSED_TOLERANCE.
+    Runs on the host, within a second, on a copy cut to one block of each kind, to HEADS heads and to narrow texts. ConfigError if
+    the library's own forward fails on such a model or overflows; RuntimeError if the two differ: in any bit, or in fp32 with
+    fused projections by more than FUSED_TOLERANCE.
     """
     cut = _cut(model)
     facts = flux_facts(cut)
