@@ -58,7 +58,7 @@ def measure(row: str, num_steps: int) -> dict[str, Any]:
         parts = build_parts(config, context)
         state = RunState(config.seed, build_schedule(config.optim, WARM_UP + num_steps))
         losses: list[torch.Tensor] = []
-        source_of_batches = parts.loader.train_batches(state)
+        source_of_batches = parts.learned.loader.train_batches(state)
         marks: list[float] = []
         for step in range(WARM_UP + num_steps):
             if step in (0, 1, WARM_UP):
@@ -72,7 +72,8 @@ def measure(row: str, num_steps: int) -> dict[str, Any]:
     model = config.model.config
     attention = 3 * 4 * model["num_hidden_layers"] * model["hidden_size"] * SEQUENCE
     tokens = config.global_batch_size * SEQUENCE
-    model_tflops = (parts.flops_per_token - attention / 2) * tokens / seconds / 1e12
+    flops_per_token = parts.learned.flops_of(batches[0]) / batches[0].num_tokens
+    model_tflops = (flops_per_token - attention / 2) * tokens / seconds / 1e12
     matrix_tflops = max(matrix_tflops, common.card_matrix_tflops())
     return {
         "model": "flux2-seed", "engine": "sharded", "precision": config.precision, "optim": "adamw", "master": "fp32",

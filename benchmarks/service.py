@@ -47,7 +47,7 @@ def bare(folder: Path, num_steps: int) -> dict[str, float]:
     config = configure(folder, num_steps)
     parts = build_parts(config, WorkerContext(0, 1, 0, folder, folder / "cache", print, lambda _: False, (), print))
     state = RunState(config.seed, build_schedule(config.optim, num_steps))
-    batches, start = parts.loader.train_batches(state), 0.0
+    batches, start = parts.learned.loader.train_batches(state), 0.0
     for step in range(num_steps):
         if step == WARM_UP:
             torch.cuda.synchronize()

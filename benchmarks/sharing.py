@@ -40,7 +40,7 @@ def train(num_steps: int, words: list[str]) -> dict[str, Any]:
     folder = Path(tempfile.gettempdir()) / "fluxray-sharing"
     parts = build_parts(config, WorkerContext(0, 1, 0, folder, folder / "cache", print, lambda _: False, (), lambda _: None))
     state = RunState(config.seed, build_schedule(config.optim, config.train.num_steps))
-    batches = parts.loader.train_batches(state)
+    batches = parts.learned.loader.train_batches(state)
 
     def steps(first: int, number: int) -> int:
         tokens = 0

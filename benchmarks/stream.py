@@ -126,8 +126,8 @@ def measure(row: str, num_steps: int, cap_gb: float, extra: list[str]) -> dict[s
     from fluxray.models.causal_lm import build_causal_lm, library_config
     from fluxray.runtime.attention import choose_kernel
     from fluxray.runtime.engines import build_stream_engine
+    from fluxray.runtime.learn_text import load_data
     from fluxray.runtime.planning import model_spec, plan_run, require_fit
-    from fluxray.runtime.worker import load_data
     from fluxray.tasks.lm import LmTask
 
     device = cap(cap_gb)

@@ -124,7 +124,7 @@ def measure(row: str, num_steps: int, more: list[str]) -> dict[str, Any]:
     ], folder)  # fmt: skip
     on_gpu = torch.cuda.is_available()
     state = RunState(config.seed, build_schedule(config.optim, WARM_UP + num_steps))
-    source_of_batches = parts.loader.train_batches(state)
+    source_of_batches = parts.learned.loader.train_batches(state)
     outputs: list[Any] = []
     tokens = positions = 0
     start = 0.0
@@ -179,7 +179,7 @@ def last_loss(words: list[str], num_steps: int) -> float:
     profile = ["resources.gpu=1", "hardware.tflops=1"] if torch.cuda.is_available() else []
     config, parts = parts_of("cpu", "lm-tiny", [*profile, f"train.num_steps={num_steps}", *words], folder)
     state = RunState(config.seed, build_schedule(config.optim, num_steps))
-    source = parts.loader.train_batches(state)
+    source = parts.learned.loader.train_batches(state)
     losses = [
         parts.engine.train_step(next(source).batches, lr_at(state.schedule, step)).loss.detach() for step in range(num_steps)
     ]

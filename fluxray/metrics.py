@@ -1,12 +1,14 @@
 """Throughput, utilisation and memory of a training run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from fluxray.protocols import Batch
 
 GIB = 2**30
 
@@ -84,46 +86,55 @@ def memory_metrics(device: torch.device, before: StepMemory | None = None) -> di
 class Throughput:
     """Positions per second and model FLOPs utilisation since the last reading.
 
-    `flops_per_token` are those of forward and backward; `peak_tflops` is the rate of one device, of which there are
-    `num_devices`. `floor_rate` is the plan's positions per second with nothing lost, if there is a plan. `read_waits` returns for
-    how many seconds since it was last called the device has waited for fetches, and fetches for write-backs.
+    `flops_of` counts the FLOPs of a batch's forward and backward; `peak_tflops` is the rate of one device, of which there are
+    `num_devices`. `floor_tflops` is the plan's rate of all devices with nothing lost, if there is a plan. `read_waits` returns
+    for how many seconds since it was last called the device has waited for fetches, and fetches for write-backs. `terms` are what
+    losses count: `images` are reported by the second, too.
     """
 
     def __init__(
         self,
-        flops_per_token: float,
+        flops_of: Callable[[Batch], float],
         peak_tflops: float,
         num_devices: int,
-        floor_rate: float | None = None,
+        floor_tflops: float | None = None,
         read_waits: Callable[[], tuple[float, float]] | None = None,
+        terms: str = "tokens",
     ):
-        self._flops_per_token = flops_per_token
+        self._flops_of = flops_of
         self._peak = peak_tflops * 1e12 * num_devices
-        self._floor_rate = floor_rate
+        self._num_devices = num_devices
+        self._floor = None if floor_tflops is None else floor_tflops * 1e12
         self._read_waits = read_waits
+        self._terms = terms
         self._tokens = self._steps = 0
+        self._flops = 0.0
         self._start = time.perf_counter()
 
-    def add(self, num_tokens: int) -> None:
-        """Count a step's positions of all ranks, padding included."""
-        self._tokens += num_tokens
+    def add(self, batches: Sequence[Batch]) -> None:
+        """Count a step: its positions, padding included, and FLOPs, as those of this device on each."""
+        self._tokens += self._num_devices * sum(batch.num_tokens for batch in batches)
+        self._flops += self._num_devices * sum(self._flops_of(batch) for batch in batches)
         self._steps += 1
 
-    def read(self) -> dict[str, float]:
+    def read(self, num_terms: int = 0) -> dict[str, float]:
         """Return rates and waits since the last reading, and start anew; none where no step was counted.
 
-        The device must have finished what was counted.
+        The device must have finished what was counted, of which the losses counted `num_terms`.
         """
         now = time.perf_counter()
-        rate = self._tokens / max(now - self._start, 1e-9)
-        found = {"perf/tokens_per_s": rate, "perf/mfu": rate * self._flops_per_token / self._peak}
-        if self._floor_rate is not None:
-            found["perf/of_floor"] = rate / self._floor_rate
+        seconds = max(now - self._start, 1e-9)
+        flops_per_s = self._flops / seconds
+        found = {"perf/tokens_per_s": self._tokens / seconds, "perf/mfu": flops_per_s / self._peak}
+        if self._terms == "images":
+            found["perf/images_per_s"] = num_terms / seconds
+        if self._floor is not None:
+            found["perf/of_floor"] = flops_per_s / self._floor
         if self._read_waits is not None:
             fetch, write = (seconds / max(self._steps, 1) for seconds in self._read_waits())
             found |= {"perf/wait_fetch_s": fetch, "perf/wait_write_s": write}
         counted = self._steps > 0
-        self._tokens, self._steps, self._start = 0, 0, now
+        self._tokens, self._flops, self._steps, self._start = 0, 0.0, 0, now
         return found if counted else {}
 
     def pause(self) -> "Pause":

@@ -109,14 +109,12 @@ class Trainer:
         hooks: Hooks,
         cadence: Cadence,
         throughput: Throughput,
-        num_ranks: int,
         on_nonfinite: Literal["stop", "skip"] = "stop",
     ):
         self._engine = engine
         self._hooks = hooks
         self._cadence = cadence
         self._throughput = throughput
-        self._num_ranks = num_ranks
         self._on_nonfinite = on_nonfinite
         self._pending: list[_Pending] = []
         self._loss: float | None = None
@@ -171,7 +169,7 @@ class Trainer:
         lr = lr_at(state.schedule, state.step)
         with _doing(f"in step {state.step + 1}"):
             output = self._engine.train_step(data.batches, lr)
-        self._throughput.add(self._num_ranks * sum(batch.num_tokens for batch in data.batches))
+        self._throughput.add(data.batches)
         rows = [row for batch in data.batches if batch.key is not None for row in batch.key.samples][:NUM_NAMED]
         self._pending.append(_Pending(state.step + 1, lr, output, rows, data.metrics))
         return self._hooks.adapt(replace(state, step=state.step + 1, epoch=data.epoch, position=data.position))
@@ -198,7 +196,7 @@ class Trainer:
             metrics["train/skipped_steps"] = float(num_skipped)
             metrics |= {} if loss_scale is None else {"train/loss_scale": loss_scale}
             if index == len(self._pending) - 1:
-                metrics |= self._throughput.read() | self._hooks.memory(pending.step)
+                metrics |= self._throughput.read(num_tokens - state.num_tokens) | self._hooks.memory(pending.step)
             self._loss = loss if math.isfinite(loss) else self._loss
             self._hooks.report(Report(pending.step, metrics))
         self._tell_skipped(faults)

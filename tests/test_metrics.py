@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -6,7 +7,7 @@ from torch import nn
 
 from fluxray.metrics import GIB, StepMemory, Throughput, count_forward_flops, measure_matrix_tflops, memory_metrics
 from fluxray.models.causal_lm import build_causal_lm
-from fluxray.protocols import TextBatch
+from fluxray.protocols import Batch, TextBatch
 from tests.models.helpers import CASES, model_config
 
 
@@ -54,21 +55,36 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def batches(num_tokens: int) -> list[Any]:
+    return [SimpleNamespace(num_tokens=num_tokens)]
+
+
+def flops(batch: Batch) -> float:
+    return float(batch.num_tokens)
+
+
 def test_throughput_is_tokens_over_seconds_since_the_last_reading(clock: list[float]) -> None:
-    throughput = Throughput(flops_per_token=6e9, peak_tflops=2.0, num_devices=4)
-    throughput.add(1000)
-    throughput.add(500)
+    throughput = Throughput(lambda batch: 6e9 * batch.num_tokens, peak_tflops=2.0, num_devices=4)
+    throughput.add(batches(250))
+    throughput.add(batches(125))
     clock[0] += 3.0
     assert throughput.read() == {"perf/tokens_per_s": 500.0, "perf/mfu": pytest.approx(500 * 6e9 / 8e12)}
     clock[0] += 1.0
-    throughput.add(10)
+    throughput.add(batches(10))
     clock[0] += 1.0
-    assert throughput.read()["perf/tokens_per_s"] == 5.0
+    assert throughput.read()["perf/tokens_per_s"] == 20.0
+
+
+def test_images_are_counted_as_the_losses_count_them(clock: list[float]) -> None:
+    throughput = Throughput(flops, 1.0, 2, terms="images")
+    throughput.add(batches(64))
+    clock[0] += 2.0
+    assert throughput.read(7) == {"perf/tokens_per_s": 64.0, "perf/images_per_s": 3.5, "perf/mfu": pytest.approx(32e-12)}
 
 
 def test_pauses_do_not_count(clock: list[float]) -> None:
-    throughput = Throughput(1.0, 1.0, 1)
-    throughput.add(100)
+    throughput = Throughput(flops, 1.0, 1)
+    throughput.add(batches(100))
     clock[0] += 1.0
     with throughput.pause():
         clock[0] += 50.0
@@ -80,30 +96,30 @@ def test_pauses_do_not_count(clock: list[float]) -> None:
     with throughput.pause():
         clock[0] += 50.0
     clock[0] += 2.0
-    throughput.add(8)
+    throughput.add(batches(8))
     assert throughput.read()["perf/tokens_per_s"] == 4.0
 
 
 def test_a_plans_floor_and_the_waits_of_a_step_are_told(clock: list[float]) -> None:
     waits = [(3.0, 1.0), (50.0, 50.0), (2.0, 0.5)]
-    throughput = Throughput(1.0, 1.0, 1, floor_rate=40.0, read_waits=lambda: waits.pop(0))
+    throughput = Throughput(flops, 1.0, 1, floor_tflops=40e-12, read_waits=lambda: waits.pop(0))
     for _ in range(4):
-        throughput.add(25)
+        throughput.add(batches(25))
     clock[0] += 5.0
     found = throughput.read()
     assert (found["perf/of_floor"], found["perf/wait_fetch_s"], found["perf/wait_write_s"]) == (0.5, 0.75, 0.25)
     with throughput.pause():  # what an evaluation waits for is no step's
         clock[0] += 50.0
-    throughput.add(25)
+    throughput.add(batches(25))
     clock[0] += 1.0
     found = throughput.read()
     assert (found["perf/of_floor"], found["perf/wait_fetch_s"], found["perf/wait_write_s"]) == (0.625, 2.0, 0.5)
 
 
 def test_a_reading_without_steps_gives_no_rates(clock: list[float]) -> None:
-    throughput = Throughput(1.0, 1.0, 1)
+    throughput = Throughput(flops, 1.0, 1)
     assert throughput.read() == {}
-    throughput.add(10)
+    throughput.add(batches(10))
     assert throughput.read()["perf/tokens_per_s"] > 0  # no time has gone by: no division by zero
 
 

@@ -119,8 +119,8 @@ class Run:
             self.adapt,
         )
         called = replace(called, **(hooks or {}))
-        throughput = Throughput(6.0, 1.0, num_ranks)
-        self.trainer = Trainer(self.engine, called, Cadence(*cadence), throughput, num_ranks, on_nonfinite)
+        throughput = Throughput(lambda batch: 6.0 * batch.num_tokens, 1.0, num_ranks)
+        self.trainer = Trainer(self.engine, called, Cadence(*cadence), throughput, on_nonfinite)
 
     def adapt(self, state: RunState) -> RunState:
         self.done.append(("adapt", state.step))

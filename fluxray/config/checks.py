@@ -15,8 +15,6 @@ def check_consistent(config: TrainConfig) -> None:
             f"batch.global_size: {batch.global_size} is not batch.micro_size {batch.micro_size} x batch.accumulation_steps "
             f"{batch.accumulation_steps} x resources.num_workers {workers} = {config.global_batch_size}; set two of the three"
         )
-    if config.model.fused_qkv and "_class_name" in config.model.config:
-        raise ConfigError("model.fused_qkv: true, but the key is of language models, and this is an image model; drop it")
     check_task(config)
     if not data.source or data.eval_source == ():
         raise ConfigError(f"data.{'eval_source' if data.source else 'source'}: [] names no data; name some, or drop the key")

@@ -8,8 +8,14 @@ from fluxray.config.schema import DataConfig, FlowTaskConfig, TrainConfig
 from fluxray.errors import ConfigError
 
 CACHES = ("cache", "eval_cache")
-FLOW_DATA = {*CACHES, "eval_fraction"}
+ASSUMED = ("resolution", "text_tokens")
+"""Keys of data by which a plan is made without a cache."""
+
+FLOW_DATA = {*CACHES, *ASSUMED, "eval_fraction"}
 """Keys of data that task.kind flow reads; the others are of text."""
+
+PIXELS_PER_TOKEN = 16
+"""Along one side, of every FLUX: its VAE takes 8 x 8 pixels, and 2 x 2 of its positions make a token."""
 
 OF_LAW = {"timestep_mean": "logit_normal", "timestep_std": "logit_normal", "mode_scale": "mode"}
 """Which of `task.timesteps` a key belongs to."""
@@ -30,6 +36,9 @@ def check_task(config: TrainConfig) -> None:
                 f"data.{key}: {getattr(config.data, key)!r} has no effect with task.kind lm, which reads data.source; drop it, "
                 f"or set task.kind=flow"
             )
+    for key in ASSUMED:
+        if getattr(config.data, key) is not None:
+            raise ConfigError(f"data.{key}: {getattr(config.data, key)} is of images, and task.kind is lm; drop it")
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -69,6 +78,21 @@ def _check_law(task: FlowTaskConfig) -> None:
             )
 
 
+def _check_assumed(data: DataConfig) -> None:
+    for key in ASSUMED:
+        if data.cache is not None and getattr(data, key) is not None:
+            raise ConfigError(
+                f"data.{key}: {getattr(data, key)} has no effect beside data.cache, whose images and texts have their own sizes; "
+                f"drop one of them"
+            )
+    if data.resolution is not None and data.resolution % PIXELS_PER_TOKEN:
+        below = data.resolution - data.resolution % PIXELS_PER_TOKEN
+        raise ConfigError(
+            f"data.resolution: {data.resolution} is not a multiple of {PIXELS_PER_TOKEN}, the pixels of a token; use {below} or "
+            f"{below + PIXELS_PER_TOKEN}"
+        )
+
+
 def _check_flow(config: TrainConfig, task: FlowTaskConfig) -> None:
     data, fields = config.data, DataConfig.model_fields
     for key in fields:
@@ -76,6 +100,7 @@ def _check_flow(config: TrainConfig, task: FlowTaskConfig) -> None:
             raise ConfigError(f"data.{key}: is of text, and task.kind flow reads images and texts from data.cache; drop it")
     if data.eval_cache is not None and data.eval_fraction != fields["eval_fraction"].default:
         raise ConfigError("data.eval_fraction: has no effect beside data.eval_cache; set one of them")
+    _check_assumed(data)
     if config.loss.chunk_tokens is not None:
         raise ConfigError(
             f"loss.chunk_tokens: {config.loss.chunk_tokens} cuts the logits of a language model, and task.kind is flow; drop it"

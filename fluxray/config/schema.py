@@ -55,7 +55,8 @@ class StreamEngineConfig(Section):
 class DataConfig(Section):
     """Where the text comes from and how it becomes rows of tokens; for task.kind flow, the caches of latents and texts.
 
-    With flow `cache`, `eval_cache` and `eval_fraction` are the keys that count.
+    With flow `cache`, `eval_cache` and `eval_fraction` are the keys that count; `resolution` and `text_tokens` where a plan is
+    made without a cache.
     """
 
     source: str | tuple[str, ...] = Field(
@@ -82,6 +83,14 @@ class DataConfig(Section):
     cache: str | None = Field(default=None, description="flow: folder of encoded images and texts to train on")
     eval_cache: str | None = Field(
         default=None, description="flow: folder of held-out ones; without it eval_fraction of cache is held out"
+    )
+    resolution: int | None = Field(
+        default=None,
+        ge=16,
+        description="flow, for a plan without a cache: pixels a side of an image; default: 1024",
+    )
+    text_tokens: int | None = Field(
+        default=None, ge=1, description="flow, for a plan without a cache: tokens of a text; default: 512"
     )
 
 

@@ -100,6 +100,11 @@ class LatentCache(Sequence[FlowRow]):
         """Return the name of a sample."""
         return self._keys[index].decode()
 
+    def size(self, index: int) -> tuple[int, int, int]:
+        """Return height, width and text length of a sample, in tokens."""
+        entry = self._entries[index]
+        return int(entry["height"]), int(entry["width"]), int(entry["length"])
+
     def caption(self, index: int) -> str:
         """Return the caption of a sample, read from its shard's index."""
         shard = int(self._entries["shard"][index])

@@ -63,7 +63,8 @@ class Demand:
     the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
     weights to compute with. `paged_states`: optimizer states may leave the device for the host. `steps_in_backward`: a block's
     gradients are freed before the next one's come. `fused_loss`: it has no fp32 temporaries.
-    `cast_bytes` autocast makes of a weight for its matrix product, which are kept with what autograd keeps of it.
+    Where rows have several sizes, a step that mixes them has up to `most_micro_batches`, with as many rows in all. `cast_bytes`
+    autocast makes of a weight for its matrix product, which are kept with what autograd keeps of it.
     """
 
     engine: Literal["stream", "sharded"]
@@ -87,6 +88,7 @@ class Demand:
     cast_bytes: int = 0
     asynchronous_saves: bool = True
     num_checkpoints: int = 1
+    most_micro_batches: int | None = None
     resident_indices: Callable[[int], Sequence[int]] = range
 
     @property
@@ -143,12 +145,16 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     if demand.activation_checkpoint == "offload":
         carries, waiting = (IN_FLIGHT + 1) * max(inputs), sum(inputs[:-1])
     last = len(demand.blocks) - 1
-    kept = demand.num_micro_batches * sum(_kept_inside(demand, index) for index in range(last - policy.kept_blocks, last))
+    num_more = (demand.most_micro_batches or demand.num_micro_batches) - demand.num_micro_batches
+    kept = sum(
+        demand.num_micro_batches * _kept_inside(demand, index, demand.micro_rows) + num_more * _kept_inside(demand, index, 1)
+        for index in range(last - policy.kept_blocks, last)
+    )
     kept += demand.rank_rows * kept_operations(demand, policy)
     held_back = demand.itemsize if demand.hold_gradients else 0
     largest_outside = _largest_outside(demand)
     largest = max(unit.num_gradients for unit in demand.blocks)
-    casts = (policy.kept_blocks * demand.num_micro_batches + 1) * largest + largest_outside
+    casts = (policy.kept_blocks * (demand.num_micro_batches + num_more) + 1) * largest + largest_outside
     device = {
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
@@ -224,10 +230,10 @@ def _with_validation(device: dict[str, int], demand: Demand, num_batches: int, c
     return {**device, "validation": max(0, logits + carry - free)}
 
 
-def _kept_inside(demand: Demand, index: int) -> int:
-    """Return what a block keeps of one micro-batch besides its output, which is the next one's input."""
+def _kept_inside(demand: Demand, index: int, num_rows: int) -> int:
+    """Return what a block keeps of so many rows besides its output, which is the next one's input."""
     block, behind = demand.spec.blocks[index], demand.spec.blocks[-1 if index == -1 else index + 1]
-    return max(0, demand.spec.kinds[block.kind].kept(demand.micro_rows) - demand.micro_rows * behind.carry_bytes)
+    return max(0, demand.spec.kinds[block.kind].kept(num_rows) - num_rows * behind.carry_bytes)
 
 
 def _largest_block(demand: Demand) -> int:
@@ -253,7 +259,7 @@ def _beyond_a_block(demand: Demand, chunk: int) -> int:
     last, tokens = demand.spec.blocks[-1], min(chunk, demand.micro_tokens)
     hidden = 3 * tokens * last.carry_bytes // demand.spec.row_tokens
     gradients = demand.itemsize * (tokens * demand.spec.num_outputs + _largest_outside(demand))
-    at_the_loss = _kept_inside(demand, -1) + hidden + max(_logits(demand, chunk), gradients)
+    at_the_loss = _kept_inside(demand, -1, demand.micro_rows) + hidden + max(_logits(demand, chunk), gradients)
     return max(0, at_the_loss - _largest_block(demand))
 
 

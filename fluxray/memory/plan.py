@@ -80,6 +80,11 @@ class MemoryPlan:
         return found
 
     @property
+    def floor_flops(self) -> float:
+        """Model FLOPs/s of all devices with nothing lost."""
+        return 3 * self.demand.spec.forward_flops * self.demand.rank_rows * self.demand.num_ranks / self.speed.floor
+
+    @property
     def host_limit(self) -> int | None:
         """Bytes of the host that a run may take."""
         return None if self.hardware.host_bytes is None else int(HOST_SHARE * self.hardware.host_bytes)

@@ -79,8 +79,8 @@ class ModelSpec:
 
     `row_tokens` positions make a row. Per row: `outside_flops` of prologue and epilogue (forward), `shared_bytes` of what all
     blocks read. `num_outputs` numbers come out per position: the vocabulary of a language model. `has_dropout` tells whether any
-    dropout is above zero. `tied` parameters have more than
-    one place and count once.
+    dropout is above zero. `tied` parameters have more than one place and count once. Rows come in `num_sizes` sizes, of which a
+    micro-batch has one; a row is one of the largest, which `told` says in words.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -92,6 +92,8 @@ class ModelSpec:
     shared_bytes: int
     num_outputs: int
     has_dropout: bool = False
+    num_sizes: int = 1
+    told: str = ""
 
     @property
     def num_parameters(self) -> int:

@@ -25,10 +25,9 @@ def summary(plan: MemoryPlan) -> list[str]:
         f"{place} {_gib(needed[place])}" + (f" of {_gib(limit)}" if limit is not None else "") + " GiB"
         for place, limit in limits.items()
     )
-    how = (
-        f"; {policy.resident_blocks} of {len(plan.demand.blocks)} blocks resident, activations of {policy.kept_blocks} kept, "
-        f"logits of {policy.epilogue_tokens:,} tokens at once"
-    )
+    how = f"; {policy.resident_blocks} of {len(plan.demand.blocks)} blocks resident, activations of {policy.kept_blocks} kept"
+    if not plan.demand.spec.told:
+        how += f", logits of {policy.epilogue_tokens:,} tokens at once"
     return [
         f"plan: {places}{how if plan.demand.engine == 'stream' else ''}",
         f"plan: {_seconds(speed.seconds)} a step, {plan.demand.tokens / speed.seconds:,.0f} tokens/s; bound by {_bounds(plan)}; "

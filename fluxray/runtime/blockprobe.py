@@ -13,15 +13,13 @@ from fluxray.engine.parallelize import prepare_stream
 from fluxray.engine.stream_compute import Computation
 from fluxray.memory.live import BlockMemory
 from fluxray.memory.spec import ModelSpec
-from fluxray.models.causal_lm import build_causal_lm, library_config
-from fluxray.protocols import BatchKey, BlockStack, SampleId, TextBatch
-from fluxray.runtime.attention import expected_kernel
+from fluxray.protocols import Batch, BlockStack, State
+from fluxray.runtime.stacks import Known, example, model_of
 
 WARM_UP, REPEATS = 2, 3
-SMALLEST_VOCABULARY = 512
 
 
-def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device) -> tuple[float, ModelSpec]:
+def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device, known: Known = None) -> tuple[float, ModelSpec]:
     """Run a block of each kind on `device`, one micro-batch forward and backward.
 
     Returns the FLOP/s of forward, recomputation and backward, as `spec` counts FLOPs, and on a GPU the spec with the bytes that a
@@ -32,14 +30,15 @@ def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device) -> 
     kinds = dict(spec.kinds)
     for name, kind in spec.kinds.items():
         of_kind = [index for index, block in enumerate(spec.blocks) if block.kind == name]
+        index = of_kind[(len(of_kind) - 1) // 2]  # the first may join what the others get joined
         part = kind.again_flops if computes_partly_again(config, spec) else kind.forward_flops
-        again = 0 if len(spec.blocks) == 1 else part
-        with _Bench(config, spec, of_kind[0], 0, device) as bench:
+        again = 0 if index == len(spec.blocks) - 1 else part
+        with _Bench(config, known, index, 0, device) as bench:
             each, peak, _ = bench.measure()
         flops += len(of_kind) * bench.rows * (3 * kind.forward_flops + again)
         seconds += len(of_kind) * each
         if device.type == "cuda":
-            with _Bench(config, spec, of_kind[0], len(spec.blocks) - 1, device) as bench:
+            with _Bench(config, known, index, len(spec.blocks) - 1, device) as bench:
                 _, peak_of_kept, kept = bench.measure()
             held = BlockMemory(kept, max(peak, peak_of_kept))
             kinds[name] = replace(kind, memory={0: BlockMemory(0, 0), bench.rows: held})
@@ -54,14 +53,14 @@ def computes_partly_again(config: TrainConfig, spec: ModelSpec) -> bool:
 class _Bench:
     """One block on the device with one micro-batch of inputs; `num_kept` blocks before the last keep their activations."""
 
-    def __init__(self, config: TrainConfig, spec: ModelSpec, index: int, num_kept: int, device: torch.device):
+    def __init__(self, config: TrainConfig, known: Known, index: int, num_kept: int, device: torch.device):
         self.rows = config.batch.micro_size
-        self._index, self._device = index, device
-        num_entries = config.data.vocab_size or SMALLEST_VOCABULARY
-        kernel = expected_kernel(config, library_config(config.model, num_entries), device)
-        self._stack: BlockStack = build_causal_lm(config.model, config.seed, num_entries, kernel)
+        self._config, self._index, self._device = config, index, device
+        self._modelled = model_of(config, known, device)
+        self._stack = self._modelled.stack
+        with torch.no_grad():
+            self._shapes = _carry_at(self._stack, index, example(config, self._modelled, self.rows, torch.device("meta")))
         prepare_stream(self._stack, config.compile, num_kept)
-        self._config, self._length = config, spec.row_tokens
 
     def __enter__(self) -> "_Bench":
         config, device, stack = self._config, self._device, self._stack
@@ -73,9 +72,14 @@ class _Bench:
         for parameter in block.module.parameters():
             parameter.register_post_accumulate_grad_hook(_free_gradient)
         self._model = Computation(stack, lambda *_: None, device, config.precision, 1)  # type: ignore[arg-type]
-        with torch.no_grad():
-            self._state = self._model.prologue(self._batch())
-        self._above = [torch.full_like(tensor, 1e-3) for tensor in self._state.carry]
+        with torch.enable_grad():
+            state = self._model.prologue(example(config, self._modelled, self.rows, device, keyed=True))
+        shared = {name: tensor for name, tensor in state.shared.items() if tensor is not None}
+        self._trained = [name for name, tensor in shared.items() if tensor.requires_grad]
+        state = state._replace(shared={**state.shared, **{name: tensor.detach() for name, tensor in shared.items()}})
+        dtype, (into, behind) = state.carry[0].dtype, self._shapes
+        self._state = state._replace(carry=tuple(torch.randn(shape, device=device).to(dtype) for shape in into))
+        self._above = [torch.full(shape, 1e-3, dtype=dtype, device=device) for shape in behind]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +98,7 @@ class _Bench:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         start = time.perf_counter()
-        graph = self._model.differentiable_block(self._index, self._state, ())
+        graph = self._model.differentiable_block(self._index, self._state, self._trained)
         kept = self._allocated() - before
         torch.autograd.backward(graph.carry, self._above)
         if self._device.type != "cuda":
@@ -108,13 +112,14 @@ class _Bench:
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory_allocated(self._device)
 
-    def _batch(self) -> TextBatch:
-        rows, length, seed = self.rows, self._length, self._config.seed
-        tokens = torch.randint(0, SMALLEST_VOCABULARY // 2, (rows, length), device=self._device)
-        places = torch.arange(length, device=self._device).expand(rows, -1).contiguous()
-        key = BatchKey(seed, 0, tuple(SampleId(0, row) for row in range(rows)))
-        documents, single = torch.zeros_like(tokens), not self._config.data.packing
-        return TextBatch(tokens, places, documents, tokens, single, rows * length, key, num_documents=rows)
+
+def _carry_at(stack: BlockStack, index: int, batch: Batch) -> tuple[list[torch.Size], list[torch.Size]]:
+    """Return the shapes of what goes into a block of a stack on the meta device, and of what comes out."""
+    state: State = stack.prologue(batch)
+    for block in stack.blocks[:index]:
+        state = block(state)
+    behind = stack.blocks[index](state)
+    return [tensor.shape for tensor in state.carry], [tensor.shape for tensor in behind.carry]
 
 
 def _free_gradient(parameter: Tensor) -> None:

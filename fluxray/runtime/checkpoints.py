@@ -9,10 +9,11 @@ from typing import Protocol
 
 from fluxray.checkpoint import CheckpointReader, committed, directory_name
 from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError, one_line
+from fluxray.export import MODEL_DIR, TOKENIZER_DIR
 from fluxray.runtime.paths import CONFIG_FILE, committed_checkpoints, forget_missing_checkpoints, write_text
 
-BESIDE = ("model", "tokenizer")
-"""Folders of a run that evaluation and export need beside a checkpoint."""
+BESIDE = (MODEL_DIR, TOKENIZER_DIR)
+"""Folders of a run that evaluation and export need beside a checkpoint; an image model has no tokenizer."""
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -123,7 +124,8 @@ def copy(run_dir: Path, target: Path, step: int | None = None) -> Path:
     try:
         shutil.copytree(run_dir / name, making / name)
         for part in BESIDE:
-            shutil.copytree(run_dir / part, making / part)
+            if part == MODEL_DIR or (run_dir / part).exists():
+                shutil.copytree(run_dir / part, making / part)
         write_text(making / CONFIG_FILE, (run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         CheckpointReader(making / name).verify()
         if target.exists():

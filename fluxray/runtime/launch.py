@@ -77,7 +77,7 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
     check_available(config)
     cluster.check_machine(config.resources)
     run = prepare(config, label)
-    print("preparing data, tokenizer and model", flush=True)
+    print("preparing data and model", flush=True)
     steps.preflight(run.config, run.home.cache)
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(run.config.resources)

@@ -14,6 +14,7 @@ from fluxray.memory.table import summary
 from fluxray.runtime.hostmemory import require_room
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.planning import is_complete, model_spec, plan_run, require_fit
+from fluxray.runtime.stacks import Known
 
 PLAN_FILE = "plan.txt"
 POLICY_FILE = "policy.json"
@@ -26,9 +27,7 @@ def refuse_misfit(config: TrainConfig) -> None:
         require_fit(config, plan_run(config))
 
 
-def plan_worker(
-    config: TrainConfig, num_tokenizer_entries: int, rank: int, notify: Callable[[str], None], run_dir: Path
-) -> MemoryPlan | None:
+def plan_worker(config: TrainConfig, known: Known, rank: int, notify: Callable[[str], None], run_dir: Path) -> MemoryPlan | None:
     """Return the plan of this worker, and tell it in two lines. Raises PlanError where a streamed model does not fit.
 
     A streamed run that goes on keeps what was decided for it, unless that no longer fits.
@@ -36,15 +35,15 @@ def plan_worker(
     upper bound.
     """
     if config.engine.kind == "stream":
-        spec = model_spec(config, num_tokenizer_entries)
-        found = plan_run(_as_before(config, run_dir), spec)
+        spec = model_spec(config, known)
+        found = plan_run(_as_before(config, run_dir), spec, known)
         if found.shortfalls:
-            found = plan_run(config, spec)
+            found = plan_run(config, spec, known)
         require_fit(config, found)
         require_room(found)
         write_text(run_dir / POLICY_FILE, json.dumps(asdict(found.policy)))
     elif config.resources.gpu > 0 and rank == 0:
-        found = plan_run(config, model_spec(config, num_tokenizer_entries))
+        found = plan_run(config, known=known)
         try:
             require_fit(config, found)
         except PlanError as error:
@@ -69,5 +68,5 @@ def _as_before(config: TrainConfig, run_dir: Path) -> TrainConfig:
     engine = config.engine.model_copy(
         update={key: value for key, value in open_keys.items() if getattr(config.engine, key) is None}
     )
-    chunk = config.loss.chunk_tokens or policy.get("epilogue_tokens")
+    chunk = config.loss.chunk_tokens or (policy.get("epilogue_tokens") if config.task.kind == "lm" else None)
     return config.model_copy(update={"engine": engine, "loss": config.loss.model_copy(update={"chunk_tokens": chunk})})

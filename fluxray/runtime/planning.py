@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fluxray.config.keys import nested
 from fluxray.config.load import build, merge
@@ -25,21 +25,19 @@ from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
 from fluxray.memory.speed import Hardware
 from fluxray.memory.table import reason, table
 from fluxray.metrics import measure_matrix_tflops
-from fluxray.models import flux
-from fluxray.models.blocks import find_block_lists
-from fluxray.models.causal_lm import build_causal_lm, library_config
 from fluxray.optim.states import state_format
-from fluxray.protocols import TextBatch
-from fluxray.runtime.attention import expected_kernel
 from fluxray.runtime.blockprobe import computes_partly_again, probe_blocks
+from fluxray.runtime.stacks import Known, example, model_of
 
 MAX_SUGGESTIONS = 3
 
+META = torch.device("meta")
 
-def plan_run(config: TrainConfig, spec: ModelSpec | None = None) -> MemoryPlan:
+
+def plan_run(config: TrainConfig, spec: ModelSpec | None = None, known: Known = None) -> MemoryPlan:
     """Return the plan of a run, which may not fit. Nothing is allocated but what probes need where `hardware` is open."""
-    spec = spec or model_spec(config)
-    device, spec = _with_blocks(config, hardware(config), spec)
+    spec = spec or model_spec(config, known)
+    device, spec = _with_blocks(config, hardware(config), spec, known)
     return plan(demand(config, spec), device, _wanted(config, spec))
 
 
@@ -53,11 +51,11 @@ def check_techniques(config: TrainConfig, has_dropout: bool) -> None:
         )
 
 
-def policy_without_plan(config: TrainConfig, num_tokenizer_entries: int) -> Policy | None:
+def policy_without_plan(config: TrainConfig, known: Known) -> Policy | None:
     """Return what the sharded engine must be told where there is no plan: on a CPU, and on all ranks but the first."""
     if config.activation_checkpoint != "selective":
         return None
-    return Policy(kept_operations=choose(demand(config, model_spec(config, num_tokenizer_entries)), 0))
+    return Policy(kept_operations=choose(demand(config, model_spec(config, known)), 0))
 
 
 def require_fit(config: TrainConfig, found: MemoryPlan) -> None:
@@ -71,7 +69,7 @@ def require_fit(config: TrainConfig, found: MemoryPlan) -> None:
 def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
     """Return the plan as lines for people."""
     spec, batch, policy = found.demand.spec, config.batch, found.policy
-    what = "images" if flux.is_flux(config.model) else "rows"
+    what = "images" if spec.told else "rows"
     on = f"{found.demand.num_ranks} ranks x " if found.demand.num_ranks > 1 else ""
     per_parameter = sum(unit.total for unit in found.demand.blocks) / sum(block.num_parameters for block in spec.blocks)
     lines = [
@@ -83,15 +81,16 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
         fitting = ", ".join(map(str, fitting_sizes(found, batch.dynamic_sizes))) or "none"
         sizes = ", ".join(map(str, batch.dynamic_sizes))
         lines.append(f"{'micro-batches':<18}change with memory, of {sizes} {what}: fitting are {fitting}")
-    if flux.is_flux(config.model):
-        lines.append(f"{'a row':<18}assumed: one image of {flux.RESOLUTION} px and {flux.TEXT_TOKENS} tokens of text")
+    if spec.told:
+        lines.append(f"{'an image':<18}{spec.told}")
     kept = f"{config.precision}, {config.optim.kind}, master {config.optim.master}, clip {config.clip.mode}"
     lines.append(f"{'kept':<18}{per_parameter:.2f} bytes a parameter: {kept}")
     if config.engine.kind == "stream":
         lines.append(
             f"{'policy':<18}{policy.resident_blocks} of {len(spec.blocks)} blocks resident, {policy.weight_slots} weight and "
-            f"{policy.state_slots} state slots, logits of {policy.epilogue_tokens:,} tokens at once, "
-            f"activations of {policy.kept_blocks} kept"
+            f"{policy.state_slots} state slots, "
+            + ("" if spec.told else f"logits of {policy.epilogue_tokens:,} tokens at once, ")
+            + f"activations of {policy.kept_blocks} kept"
         )
     again = again_share(found.demand, policy)
     lines.append(f"{'recomputed':<18}{again:.0%} of the blocks' forward: activation_checkpoint {config.activation_checkpoint}")
@@ -116,29 +115,33 @@ def nearest(config: TrainConfig, found: MemoryPlan) -> list[str]:
     return []
 
 
-def model_spec(config: TrainConfig, num_tokenizer_entries: int | None = None) -> ModelSpec:
+def model_spec(config: TrainConfig, known: Known = None) -> ModelSpec:
     """Return the spec of the configured model, from the meta device; ConfigError for a model that does not exist.
 
-    The tokenizer's entries make the vocabulary of a model that leaves it open.
+    The tokenizer's entries make the vocabulary of a model that leaves it open. Without the sizes of images they are those in the
+    caches, or assumed where there are none.
     """
-    dtype = torch.bfloat16 if config.precision == "mixed-bf16" else torch.float32
-    if flux.is_flux(config.model):
-        model: nn.Module = flux.meta_transformer(config.model)
-        nn.Module.to(model, dtype)  # diffusers' own warns
-        names = [f"{path}.{index}" for path, blocks in find_block_lists(model) for index in range(len(blocks))]
-        return read_spec(model, names, lambda num_rows: flux.run_transformer(model, num_rows), flux.row_tokens())
-    num_entries = num_tokenizer_entries or config.data.vocab_size
-    kernel = expected_kernel(config, library_config(config.model, num_entries))
-    stack = build_causal_lm(config.model, config.seed, num_entries, kernel).to(dtype)
-    length = config.data.max_slice
+    modelled = model_of(config, known)
+    stack = modelled.stack.to(torch.bfloat16 if config.precision == "mixed-bf16" else torch.float32)
 
     def forward(num_rows: int) -> Tensor:
-        tokens = torch.zeros(num_rows, length, dtype=torch.int64, device="meta")
-        batch = TextBatch(tokens, tokens, tokens, tokens, single_document=not config.data.packing, num_valid=0)
-        return stack(batch, lambda logits, _: logits)
+        return stack(example(config, modelled, num_rows, META), lambda output, _: output)
 
-    spec = read_spec(stack.model, [block.name for block in stack.blocks], forward, length)
-    return replace(spec, has_dropout=stack.has_dropout)
+    spec = read_spec(stack.model, [block.name for block in stack.blocks], forward, modelled.row_tokens)
+    return replace(spec, has_dropout=stack.has_dropout, num_sizes=modelled.num_sizes, told=modelled.told)
+
+
+def most_micro_batches(config: TrainConfig, num_sizes: int) -> int | None:
+    """Return how many micro-batches a step has at most, where rows of so many sizes meet in one; None for one size.
+
+    A step holds its rows of a size side by side, those of two epochs apart. The micro-batches of such a run of rows are full but
+    for the last.
+    """
+    if num_sizes == 1:
+        return None
+    together = config.resources.num_workers * config.batch.micro_size
+    num_runs = min(2 * num_sizes, config.global_batch_size)
+    return (config.global_batch_size + num_runs * (together - 1)) // together
 
 
 def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
@@ -169,6 +172,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         cast_bytes=2 if config.precision in AUTOCAST_DTYPES else 0,
         asynchronous_saves=config.checkpoint.asynchronous and not stream,
         num_checkpoints=config.checkpoint.keep,
+        most_micro_batches=most_micro_batches(config, spec.num_sizes),
         resident_indices=lambda num: resident_indices(len(spec.blocks), num),
     )
 
@@ -209,12 +213,12 @@ def hardware(config: TrainConfig) -> Hardware:
     return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
 
 
-def _with_blocks(config: TrainConfig, found: Hardware, spec: ModelSpec) -> tuple[Hardware, ModelSpec]:
+def _with_blocks(config: TrainConfig, found: Hardware, spec: ModelSpec, known: Known) -> tuple[Hardware, ModelSpec]:
     """Measure the model's blocks where the matrix rate of a GPU that streams was measured too."""
     measured = config.engine.kind == "stream" and config.resources.gpu > 0 and config.hardware.tflops is None
-    if measured and not flux.is_flux(config.model):
+    if measured:
         with suppress(torch.OutOfMemoryError):  # the plan will say what does not fit
-            attained, spec = probe_blocks(config, spec, torch.device("cuda"))
+            attained, spec = probe_blocks(config, spec, torch.device("cuda"), known)
             sources = {**found.sources, "blocks": f"{attained / 1e12:.4g} TFLOPS, measured"}
             found = replace(found, block_share=min(attained / (found.tflops * 1e12), 1.0), sources=sources)
     return found, spec
@@ -238,7 +242,8 @@ def _uses_link(config: TrainConfig) -> bool:
 
 
 def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
-    chunk = config.loss.chunk_tokens
+    whole = config.batch.micro_size * spec.row_tokens  # FLUX's last layer is as wide as its latents: nothing to cut
+    chunk = whole if config.task.kind == "flow" else config.loss.chunk_tokens
     if not isinstance(config.engine, StreamEngineConfig):
         return Wanted(epilogue_tokens=chunk)
     engine, num_blocks = config.engine, len(spec.blocks)
@@ -285,7 +290,7 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
             yield {"optim.master": "stochastic"}
         yield {"engine.weight_slots": 2, "engine.state_slots": 2}
     yield from _checkpoint_changes(config)
-    if config.engine.kind == "sharded" and config.loss.chunk_tokens is None:
+    if config.engine.kind == "sharded" and config.loss.chunk_tokens is None and config.task.kind == "lm":
         yield {"loss.chunk_tokens": FULL_CHUNK}
     if config.engine.kind == "sharded":
         yield from _sharded_changes(config)

@@ -10,6 +10,7 @@ from fluxray.config.load import flatten, from_yaml, to_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.data.sources import absolute_reference, absolute_sources
 from fluxray.errors import CheckpointError, ConfigError
+from fluxray.runtime.images import cache_folder
 from fluxray.runtime.mirror import Mirror, of_run
 from fluxray.runtime.objectstore import StoreError
 from fluxray.runtime.paths import CONFIG_FILE, Home, committed_checkpoints, home, new_run_name, write_text
@@ -18,6 +19,7 @@ CHANGEABLE = (
     "train.num_steps",
     "train.log_every",
     "train.on_oom",
+    "task.first_loss",
     "model.fused_qkv",
     "storage",
     "resources.",
@@ -153,11 +155,16 @@ def _shown(value: Any) -> str:
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with each `path:` absolute, since workers run in other folders; DataError for a wrong form."""
+    """Return the configuration with each `path:` and each cache absolute, since workers run in other folders.
+
+    Raises DataError or ConfigError for a wrong form.
+    """
     data, model = config.data, config.model
     held_out = None if data.eval_source is None else absolute_sources(data.eval_source, "data.eval_source")
     tokenizer = None if data.tokenizer is None else absolute_reference(data.tokenizer)
     weights = None if model.weights is None else absolute_reference(model.weights)
+    caches = {key: getattr(data, key) for key in ("cache", "eval_cache")}
+    folders = {key: str(cache_folder(name, f"data.{key}")) for key, name in caches.items() if name is not None}
     sources = {"source": absolute_sources(data.source), "eval_source": held_out}
-    data = data.model_copy(update={**sources, "tokenizer": tokenizer})
+    data = data.model_copy(update={**sources, **folders, "tokenizer": tokenizer})
     return config.model_copy(update={"data": data, "model": model.model_copy(update={"weights": weights})})

@@ -3,7 +3,6 @@
 `python -m fluxray.runtime.worker` is what torchrun starts.
 """
 
-import shutil
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,51 +12,41 @@ import torch.distributed as dist
 
 from fluxray import checkpoint
 from fluxray.config.schema import ProfileConfig, TrainConfig
-from fluxray.data.loader import Loader
-from fluxray.data.text import TextData, prepare_text
 from fluxray.engine.stream import StreamEngine
 from fluxray.errors import CheckpointError, ConfigError
-from fluxray.export import MODEL_DIR
 from fluxray.memory.governor import Governor
 from fluxray.memory.plan import MemoryPlan, cut_anew
-from fluxray.metrics import StepMemory, Throughput, count_forward_flops, measure_matrix_tflops
-from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, has_dropout, library_config
-from fluxray.models.verify import check_stack
+from fluxray.metrics import StepMemory, Throughput, measure_matrix_tflops
 from fluxray.optim.schedule import build_schedule
-from fluxray.protocols import IGNORE_INDEX, Engine, RunState, RunSummary, SavedCheckpoint, TextBatch
+from fluxray.protocols import Engine, RunState, RunSummary, SavedCheckpoint
 from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirror
 from fluxray.runtime.allocator import require_allocator
-from fluxray.runtime.attention import choose_kernel, expected_kernel
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.engines import build_engine
 from fluxray.runtime.governing import Governing, governor_of
 from fluxray.runtime.ladder import Rung, at_rung, explained, saved_rung
+from fluxray.runtime.learn_images import learn_images, preflight_images
+from fluxray.runtime.learn_text import learn_text, preflight_text
+from fluxray.runtime.learned import Learned
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.paths import write_text
-from fluxray.runtime.planned import PLAN_FILE, plan_worker, refuse_misfit
-from fluxray.runtime.planning import check_techniques, describe, model_spec, plan_run, policy_without_plan
+from fluxray.runtime.planned import PLAN_FILE, plan_worker
+from fluxray.runtime.planning import describe, plan_run, policy_without_plan
 from fluxray.runtime.profiling import StepRecorder
 from fluxray.runtime.runwatch import RunWatch
 from fluxray.runtime.saver import Saver
 from fluxray.runtime.sharing import allocator_share
-from fluxray.tasks.lm import LmTask, text_metrics
 from fluxray.trainer import Cadence, Hooks, Trainer, evaluate
 
 
 def preflight(config: TrainConfig, cache_dir: Path) -> None:
-    """Do on the driver all that can be found wrong before anything is started: data, tokenizer and model. Raises FluxrayError."""
-    refuse_misfit(config)
-    data = load_data(config, cache_dir)
-    model_config = library_config(config.model, data.num_tokenizer_entries)
-    longest = getattr(model_config, "max_position_embeddings", None)
-    if longest is not None and config.data.max_slice > longest:
-        raise ConfigError(
-            f"data.max_slice: {config.data.max_slice} is over the model's max_position_embeddings {longest}; lower it"
-        )
-    expected_kernel(config, model_config)
-    check_techniques(config, has_dropout(model_config))
-    check_stack(model_config, fused_qkv=config.model.fused_qkv)
+    """Do on the driver all that can be found wrong before anything is started: data and model. Raises FluxrayError."""
+    match config.task.kind:
+        case "lm":
+            preflight_text(config, cache_dir)
+        case "flow":
+            preflight_images(config)
 
 
 def run_worker(config: TrainConfig, context: WorkerContext) -> RunSummary:
@@ -81,7 +70,8 @@ def _train(rung: Rung, context: WorkerContext) -> RunSummary:
     state = _resume(parts, context, initial)
     if context.rank == 0:
         _describe_run(rung, parts, context)
-        context.notify(parts.data.summary())
+        for line in (*parts.learned.warnings, parts.learned.summary):
+            context.notify(line)
     uploads = _start_uploads(config, context)
     if state is not initial:
         uploads.follow(SavedCheckpoint(context.run_dir / checkpoint.directory_name(state.step), lambda: 0.0))
@@ -116,19 +106,22 @@ def _train(rung: Rung, context: WorkerContext) -> RunSummary:
         recorder.at(at.step)
         return parts.ranks.any(context.heartbeat(at.step))
 
+    learned = parts.learned
     hooks = Hooks(
-        batches=governing.batches(parts.loader) if governing else parts.loader.train_batches,
-        eval_batches=lambda: parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows),
-        eval_metrics=text_metrics,
+        batches=governing.batches(learned.loader) if governing else learned.loader.train_batches,
+        eval_batches=learned.eval_batches,
+        eval_metrics=learned.eval_metrics,
         save=lambda at: uploads.follow(saver.save(at, parts.engine.state_items())),
         memory=watch.memory,
         should_stop=should_stop,
         report=context.report,
         notify=context.notify,
         adapt=governing.after_step if governing else _unchanged,
+        first_loss=learned.first_loss,
+        terms=learned.terms,
     )
     cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps)
-    trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, context.num_ranks, config.train.on_nonfinite)
+    trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, config.train.on_nonfinite)
     try:
         summary = trainer.fit(state)
         stopped = summary.step < config.train.num_steps
@@ -148,55 +141,46 @@ def run_evaluation(config: TrainConfig, context: WorkerContext) -> RunSummary:
     reader = _load_newest(parts, context)
     if reader is None:
         raise CheckpointError(f"RUN: {context.run_dir.name} has no checkpoint yet; train it first")
-    metrics = evaluate(parts.engine, parts.loader.eval_groups(parts.data.evaluation, config.evaluation.max_rows), text_metrics)
+    metrics = evaluate(parts.engine, parts.learned.eval_batches(), parts.learned.eval_metrics)
     return RunSummary(reader.state.step, None, metrics["eval/loss"], metrics.get("eval/perplexity"), str(reader.directory))
-
-
-def load_data(config: TrainConfig, cache_dir: Path) -> TextData:
-    """Return the rows of a run, tokenised once under `cache_dir`."""
-    if config.model.weights is not None:
-        vocab_size = library_config(config.model).vocab_size
-    else:
-        vocab_size = config.model.config.get("vocab_size")
-    return prepare_text(config.data, cache_dir, config.model.weights, vocab_size)
 
 
 @dataclass(frozen=True)
 class Parts:
     """What one worker is made of."""
 
-    data: TextData
-    stack: CausalLMStack
+    learned: Learned
     engine: Engine
-    loader: Loader
     throughput: Throughput
     plan: MemoryPlan | None
-    flops_per_token: float
     device: torch.device
     ranks: Ranks
 
 
 def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
-    """Build data, task, model, plan, engine and loader, in this order."""
+    """Build data, task and model, plan, and engine, in this order."""
     device = _prepare_torch(config, context.local_rank)
     ranks = _host_ranks(config, context.num_ranks)
-    data = ranks.together(lambda: load_data(config, context.cache_dir))
-    task = LmTask(data.pad_id, config.compile)
-    model_config = library_config(config.model, data.num_tokenizer_entries)
-    kernel = choose_kernel(config, model_config, device, context.notify if context.rank == 0 else None)
-    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries, kernel)
-    flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
-    plan = plan_worker(config, data.num_tokenizer_entries, context.rank, context.notify, context.run_dir)
-    policy = plan.policy if plan else policy_without_plan(config, data.num_tokenizer_entries)
-    engine = build_engine(config, stack, task.loss_fn, device, context.num_ranks, policy, context.notify)
-    loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks, config.data.length_grouping)
+    match config.task.kind:
+        case "lm":
+            learned = learn_text(config, context, ranks, device)
+        case "flow":
+            learned = learn_images(config, context, ranks, device)
+    plan = plan_worker(config, learned.known, context.rank, context.notify, context.run_dir)
+    policy = plan.policy if plan else policy_without_plan(config, learned.known)
+    engine = build_engine(config, learned.stack, learned.loss_fn, device, context.num_ranks, policy, context.notify)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = plan.hardware.tflops if plan else config.hardware.tflops or measure_matrix_tflops(device, dtype)
-    floor_rate = plan.demand.tokens / plan.speed.floor if plan else None
     copies = isinstance(engine, StreamEngine) or config.activation_checkpoint == "offload"
-    read_waits = engine.read_waits if copies else None
-    throughput = Throughput(flops_per_token, peak_tflops, context.num_ranks, floor_rate, read_waits)
-    return Parts(data, stack, engine, loader, throughput, plan, flops_per_token, device, ranks)
+    throughput = Throughput(
+        learned.flops_of,
+        peak_tflops,
+        context.num_ranks,
+        floor_tflops=plan.floor_flops / 1e12 if plan else None,
+        read_waits=engine.read_waits if copies else None,
+        terms=learned.terms,
+    )
+    return Parts(learned, engine, throughput, plan, device, ranks)
 
 
 def _host_ranks(config: TrainConfig, num_ranks: int) -> Ranks:
@@ -224,13 +208,6 @@ def _prepare_torch(config: TrainConfig, local_rank: int) -> torch.device:
     if share < 1:
         torch.cuda.set_per_process_memory_fraction(share, device)
     return device
-
-
-def _forward_flops(stack: CausalLMStack, length: int) -> int:
-    """Return the FLOPs of one row of `length` positions through a stack that is still on the meta device."""
-    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    batch = TextBatch(tokens, tokens, tokens, torch.full_like(tokens, IGNORE_INDEX), single_document=True, num_valid=0)
-    return count_forward_flops(lambda: stack(batch, lambda logits, _: logits))
 
 
 def _resume(parts: Parts, context: WorkerContext, initial: RunState) -> RunState:
@@ -274,7 +251,7 @@ def _govern(config: TrainConfig, parts: Parts, context: WorkerContext) -> Govern
     def decide() -> Governor | None:
         if context.rank != 0:
             return None
-        return governor_of(config, parts.plan or plan_run(config, model_spec(config, parts.data.num_tokenizer_entries)))
+        return governor_of(config, parts.plan or plan_run(config, known=parts.learned.known))
 
     governor = parts.ranks.gather(parts.ranks.together(decide))[0]
     return Governing(governor, StepMemory(parts.device), parts.ranks, context.notify)
@@ -296,10 +273,9 @@ def _start_uploads(config: TrainConfig, context: WorkerContext) -> Uploads:
 
 
 def _describe_run(rung: Rung, parts: Parts, context: WorkerContext) -> None:
-    """Put the plan of each rung beside the run, and the library's config.json and the tokenizer, for evaluation and export."""
+    """Put the plan of each rung beside the run, and what evaluation and export need."""
     run_dir = context.run_dir
-    parts.stack.model.config.save_pretrained(run_dir / MODEL_DIR)
-    shutil.copytree(parts.data.tokenizer_dir, run_dir / "tokenizer", dirs_exist_ok=True)
+    parts.learned.describe(run_dir)
     if parts.plan is not None:
         name = f"plan-rung-{rung.number}.txt" if rung.number else PLAN_FILE
         write_text(run_dir / name, "\n".join([*describe(rung.config, parts.plan, run_dir.name), ""]))

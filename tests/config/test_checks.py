@@ -15,9 +15,6 @@ CONTRADICTIONS = {
     ("data.vocab_size=300", "data.tokenizer=path:tok"): (
         "data.vocab_size: 300 has no effect, data.tokenizer 'path:tok' is not trained; drop either"
     ),
-    ("model.fused_qkv=true", "model.config._class_name=FluxTransformer2DModel"): (
-        "model.fused_qkv: true, but the key is of language models, and this is an image model; drop it"
-    ),
     ("task.kind=flow", "model.config.model_type=llama"): (
         "task.kind: 'flow', but model.config.model_type 'llama' is a language model; set task.kind=lm"
     ),
@@ -29,6 +26,13 @@ CONTRADICTIONS = {
     ),
     ("data.eval_cache=photos",): (
         "data.eval_cache: 'photos' has no effect with task.kind lm, which reads data.source; drop it, or set task.kind=flow"
+    ),
+    ("data.resolution=512",): "data.resolution: 512 is of images, and task.kind is lm; drop it",
+    ("task.kind=flow", "data.cache=photos", "data.text_tokens=256"): (
+        "data.text_tokens: 256 has no effect beside data.cache, whose images and texts have their own sizes; drop one of them"
+    ),
+    ("task.kind=flow", "data.resolution=500"): (
+        "data.resolution: 500 is not a multiple of 16, the pixels of a token; use 496 or 512"
     ),
     ("task.kind=flow", "task.mode_scale=1"): (
         "task.mode_scale: 1 has no effect with task.timesteps logit_normal; drop it or set task.timesteps=mode"

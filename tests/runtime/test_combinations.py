@@ -34,7 +34,7 @@ def losses(words: list[str], folder: Path) -> list[float]:
         config = resolve("cpu", "lm-tiny", [f"data.source=path:{folder / 'text.txt'}", "data.vocab_size=384", *words])
         parts = build_parts(config, WorkerContext(0, 1, 0, folder, folder / "cache", print, lambda _: False, (), print))
         state = RunState(config.seed, build_schedule(config.optim, NUM_STEPS))
-        source = parts.loader.train_batches(state)
+        source = parts.learned.loader.train_batches(state)
         outputs = [parts.engine.train_step(next(source).batches, lr_at(state.schedule, step)) for step in range(NUM_STEPS)]
         source.close()
         _losses[key] = [output.loss.item() for output in outputs]

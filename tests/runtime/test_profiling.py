@@ -45,7 +45,7 @@ def test_a_trace_of_chosen_steps_is_published_and_changes_nothing(tmp_path: Path
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_memory_snapshot_of_chosen_steps_is_published(tmp_path: Path) -> None:
     published: list[str] = []
-    throughput = Throughput(1.0, 1.0, 1)
+    throughput = Throughput(lambda _: 1.0, 1.0, 1)
     profile = ProfileConfig(first_step=2, num_steps=2, record="memory")
     device = torch.device("cuda", 0)
     recorder = StepRecorder(profile, device, tmp_path, published.append, throughput.pause, throughput.read)

@@ -1,0 +1,104 @@
+"""Flow matching as the worker runs it."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from fluxray.config.schema import FlowTaskConfig, TrainConfig
+from fluxray.data.latent_shards import TextEmbedding
+from fluxray.data.loader import Loader
+from fluxray.export import MODEL_DIR
+from fluxray.metrics import count_forward_flops
+from fluxray.models.flux_facts import FluxFacts, flux_facts
+from fluxray.models.flux_stack import FluxStack, build_flux
+from fluxray.models.flux_verify import check_flux_stack
+from fluxray.protocols import Batch, FlowBatch
+from fluxray.ranks import Ranks
+from fluxray.runtime.attention import choose_kernel, expected_kernel
+from fluxray.runtime.context import WorkerContext
+from fluxray.runtime.images import Size, check_steps, load_images, needs_of, sizes_of, with_published
+from fluxray.runtime.learned import Learned
+from fluxray.runtime.paths import write_text
+from fluxray.runtime.planned import refuse_misfit
+from fluxray.runtime.planning import check_techniques
+from fluxray.runtime.stacks import images
+from fluxray.tasks.flow import FlowTask
+from fluxray.tasks.flow_gate import FirstLossGate, distilled_warning
+from fluxray.tasks.validation import FlowValidation, flow_metrics
+
+META = torch.device("meta")
+
+COUNTED = (Size(2, 2, 4), Size(4, 2, 4), Size(2, 2, 8), Size(4, 2, 8))
+"""Sizes of the images whose FLOPs are counted: as many as `flops_of_images` has terms."""
+
+
+def preflight_images(config: TrainConfig) -> None:
+    """Do on the driver all that can be found wrong with caches, published weights and model. Raises FluxrayError."""
+    facts = flux_facts(config.model)
+    data = load_images(config.data, with_published(needs_of(facts), config.model.weights))
+    check_steps(config, sizes_of([data.train]).num_buckets)
+    _task(config, facts, data.train.cache.empty)
+    expected_kernel(config, facts)
+    check_techniques(config, has_dropout=False)
+    refuse_misfit(config)
+    check_flux_stack(config.model)
+
+
+def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, device: torch.device) -> Learned:
+    """Load data and model. Collective over all ranks."""
+    assert isinstance(config.task, FlowTaskConfig)
+    facts = ranks.together(lambda: flux_facts(config.model))
+    data = ranks.together(lambda: load_images(config.data, needs_of(facts)))
+    sizes = sizes_of([data.train, data.evaluation])
+    check_steps(config, sizes.num_buckets)
+    task = _task(config, facts, data.train.cache.empty)
+    kernel = choose_kernel(config, facts, device, context.notify if context.rank == 0 else None, sizes.largest.tokens)
+    stack = build_flux(config.model, config.seed, kernel)
+    loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
+    validation = FlowValidation(task, loader, data.evaluation, config.evaluation.max_rows)
+    policy = config.task.first_loss
+    gate = None if policy == "off" else FirstLossGate(policy, config.model.weights is not None, ranks.gather, context.notify)
+    warning = distilled_warning(facts, config.model.weights)
+    keys = stack.model.to_json_string()  # before an engine changes the model's class
+
+    return Learned(
+        stack=stack,
+        loss_fn=task.loss_fn,
+        loader=loader,
+        eval_batches=validation.groups,
+        eval_metrics=flow_metrics,
+        flops_of=flops_of_images(stack, facts),
+        known=sizes,
+        summary=data.summary(),
+        describe=lambda run_dir: write_text(run_dir / MODEL_DIR / "config.json", keys),
+        terms="images",
+        first_loss=gate,
+        warnings=() if warning is None else (warning,),
+    )
+
+
+def flops_of_images(stack: FluxStack, facts: FluxFacts) -> Callable[[Batch], float]:
+    """Return what counts the FLOPs of a batch's forward and backward, by a stack on the meta device.
+
+    With T tokens of the image and L of the text an image takes a + b T + c L + d (T + L)^2: modulation by noise level, what
+    belongs to each token, attention. Four counts give the four numbers.
+    """
+    counts = [count_forward_flops(lambda size=size: stack(images(facts, size, 1, META), lambda out, _: out)) for size in COUNTED]
+    found = np.linalg.solve(np.array([_terms(size) for size in COUNTED], dtype=np.float64), np.array(counts, dtype=np.float64))
+
+    def flops_of(batch: Batch) -> float:
+        assert isinstance(batch, FlowBatch)
+        size = Size(batch.height, batch.width, batch.text.shape[1])
+        return 3 * len(batch.noised) * float(np.dot(_terms(size), found))
+
+    return flops_of
+
+
+def _terms(size: Size) -> tuple[int, int, int, int]:
+    return 1, size.height * size.width, size.text_tokens, size.tokens**2
+
+
+def _task(config: TrainConfig, facts: FluxFacts, empty: Mapping[int, TextEmbedding]) -> FlowTask:
+    assert isinstance(config.task, FlowTaskConfig)
+    return FlowTask(config.task, facts, empty, config.compile)
