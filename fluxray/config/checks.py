@@ -231,6 +231,10 @@ def _check_in_backward(config: TrainConfig) -> None:
 
 def check_available(config: TrainConfig) -> None:
     """Raise ConfigError for the first value that can be planned with and not run."""
+    if config.task.kind == "flow" and config.data.source != DataConfig.model_fields["source"].default:
+        raise ConfigError(
+            f"data.source: {config.data.source!r} is what `fluxray encode` reads, training reads data.cache; drop it"
+        )
     if config.task.kind == "flow" and config.data.cache is None:
         raise ConfigError("data.cache: null, but task.kind flow trains on encoded images and texts; set data.cache=FOLDER")
     if config.engine.kind == "sharded" and config.optim.master != "fp32":

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fluxray.config.encode import PIXELS_PER_TOKEN, EncodeConfig, holds_pictures
 from fluxray.config.schema import DataConfig, FlowTaskConfig, TrainConfig
 from fluxray.errors import ConfigError
 
@@ -12,10 +13,7 @@ ASSUMED = ("resolution", "text_tokens")
 """Keys of data by which a plan is made without a cache."""
 
 FLOW_DATA = {*CACHES, *ASSUMED, "eval_fraction"}
-"""Keys of data that task.kind flow reads; the others are of text."""
-
-PIXELS_PER_TOKEN = 16
-"""Along one side, of every FLUX: its VAE takes 8 x 8 pixels, and 2 x 2 of its positions make a token."""
+"""Keys of data that task.kind flow reads; the others are of text, and `source`, which may hold pictures to encode."""
 
 OF_LAW = {"timestep_mean": "logit_normal", "timestep_std": "logit_normal", "mode_scale": "mode"}
 """Which of `task.timesteps` a key belongs to."""
@@ -29,7 +27,11 @@ def check_task(config: TrainConfig) -> None:
     if isinstance(config.task, FlowTaskConfig):
         _check_law(config.task)
         _check_flow(config, config.task)
+        _check_encode(config.encode)
         return
+    for key, field in EncodeConfig.model_fields.items():
+        if (value := getattr(config.encode, key)) != field.default:
+            raise ConfigError(f"encode.{key}: {value!r} is of pictures, and task.kind is lm; drop it, or set task.kind=flow")
     for key in CACHES:
         if getattr(config.data, key) is not None:
             raise ConfigError(
@@ -96,6 +98,8 @@ def _check_assumed(data: DataConfig) -> None:
 def _check_flow(config: TrainConfig, task: FlowTaskConfig) -> None:
     data, fields = config.data, DataConfig.model_fields
     for key in fields:
+        if key == "source" and holds_pictures(data.source):
+            continue
         if key not in FLOW_DATA and getattr(data, key) != fields[key].default:
             raise ConfigError(f"data.{key}: is of text, and task.kind flow reads images and texts from data.cache; drop it")
     if data.eval_cache is not None and data.eval_fraction != fields["eval_fraction"].default:
@@ -114,3 +118,13 @@ def _check_flow(config: TrainConfig, task: FlowTaskConfig) -> None:
         )
     if task.guidance != FlowTaskConfig.model_fields["guidance"].default and config.model.config.get("guidance_embeds") is False:
         raise ConfigError(f"task.guidance: {task.guidance:g} has no effect, since model.config.guidance_embeds is false; drop it")
+
+
+def _check_encode(encode: EncodeConfig) -> None:
+    if not encode.resolutions:
+        raise ConfigError("encode.resolution: [] names no size; set one, such as encode.resolution=1024")
+    smallest = encode.resolutions[-1]
+    if smallest < encode.bucket_step:
+        step = f"encode.bucket_step={PIXELS_PER_TOKEN}"
+        remedy = f"set {step}" if smallest >= PIXELS_PER_TOKEN else f"set at least {PIXELS_PER_TOKEN}"
+        raise ConfigError(f"encode.resolution: {smallest} is below encode.bucket_step {encode.bucket_step}; {remedy}")

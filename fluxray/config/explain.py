@@ -29,7 +29,7 @@ ELSEWHERE = {
 }
 """What other trainers call our keys, where the spelling alone would not lead there."""
 
-BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most", "multiple_of": "in multiples of"}
 
 
 def conform(tree: Tree) -> Tree:
@@ -125,6 +125,7 @@ def _wanted(field: FieldInfo) -> str:
             if hasattr(limit, name)
         ]
         words = " ".join(["a number" if float in types else "a whole number", " and ".join(bounds)]).rstrip()
+        words += " or a list of them" if any(get_origin(part) is tuple for part in types) else ""
     elif bool in types:
         words = "true or false"
     elif is_free(field):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from fluxray.config.encode import EncodeConfig
 from fluxray.config.quantities import RATE, SIZE
 from fluxray.config.section import Section
 from fluxray.config.tasks import FlowTaskConfig, LmTaskConfig
@@ -55,12 +56,14 @@ class StreamEngineConfig(Section):
 class DataConfig(Section):
     """Where the text comes from and how it becomes rows of tokens; for task.kind flow, the caches of latents and texts.
 
-    With flow `cache`, `eval_cache` and `eval_fraction` are the keys that count; `resolution` and `text_tokens` where a plan is
-    made without a cache.
+    With flow `cache`, `eval_cache` and `eval_fraction` are the keys that count; `source` where pictures are encoded, and
+    `resolution` and `text_tokens` where a plan is made without a cache.
     """
 
     source: str | tuple[str, ...] = Field(
-        default="builtin:topics", description="builtin:topics, path:FILE-OR-GLOB or hf:NAME[:CONFIG[:SPLIT]]; one or a list"
+        default="builtin:topics",
+        description="builtin:topics, path:FILE-OR-GLOB or hf:NAME[:CONFIG[:SPLIT]]; of pictures folder:DIR, "
+        "parquet:FILE-OR-GLOB, tars:GLOB or hf:...; one or a list",
     )
     eval_source: str | tuple[str, ...] | None = Field(
         default=None, description="held-out data, same forms; without it eval_fraction of source is held out"
@@ -286,6 +289,7 @@ class TrainConfig(Section):
     task: Annotated[LmTaskConfig | FlowTaskConfig, Field(discriminator="kind")] = LmTaskConfig()
     engine: Annotated[ShardedEngineConfig | StreamEngineConfig, Field(discriminator="kind")] = ShardedEngineConfig()
     data: DataConfig = DataConfig()
+    encode: EncodeConfig = EncodeConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()

@@ -195,23 +195,30 @@ class HubDataset:
 
     @cached_property
     def _dataset(self) -> Any:
-        name, config, split = (*self.reference.split(":", 2), "", "")[:3]
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-            raise self._error("is not a hub name; write hf:NAME[:CONFIG[:SPLIT]], or path:... for files")
-        try:
-            dataset = _load_from_hub(name, config or None, split or "train")
-        except ConnectionError:
-            raise self._error("is not in the hub's cache, and the hub is out of reach; load it once or set HF_HOME") from None
-        except FileNotFoundError as error:
-            raise self._error(f"cannot be found or accessed ({one_line(error)}); check the name") from None
-        except Exception as error:  # noqa: BLE001 - the library raises whatever its parsers do
-            raise self._error(f"cannot be loaded ({one_line(error)}); check NAME[:CONFIG[:SPLIT]]") from None
+        dataset = hub_dataset(self.reference, self.config_key, files="path:...")
         if self.text_key not in dataset.column_names:
-            raise self._error(f"has no column {self.text_key!r} but: {', '.join(dataset.column_names)}; set data.text_key")
+            fault = f"has no column {self.text_key!r} but: {', '.join(dataset.column_names)}; set data.text_key"
+            raise DataError(f"{self.config_key}: hf:{self.reference}: {fault}")
         return dataset
 
-    def _error(self, fault: str) -> DataError:
-        return DataError(f"{self.config_key}: hf:{self.reference}: {fault}")
+
+def hub_dataset(reference: str, config_key: str, files: str = "parquet:...") -> Any:
+    """Return a split of a data set of the hub, or of its cache; `reference` is NAME[:CONFIG[:SPLIT]].
+
+    `files` is the form that errors advise for files. Raises DataError.
+    """
+    begin = f"{config_key}: hf:{reference}:"
+    name, config, split = (*reference.split(":", 2), "", "")[:3]
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise DataError(f"{begin} is not a hub name; write hf:NAME[:CONFIG[:SPLIT]], or {files} for files")
+    try:
+        return _load_from_hub(name, config or None, split or "train")
+    except ConnectionError:
+        raise DataError(f"{begin} is not in the hub's cache, and the hub is out of reach; load it once or set HF_HOME") from None
+    except FileNotFoundError as error:
+        raise DataError(f"{begin} cannot be found or accessed ({one_line(error)}); check the name") from None
+    except Exception as error:  # noqa: BLE001 - the library raises whatever its parsers do
+        raise DataError(f"{begin} cannot be loaded ({one_line(error)}); check NAME[:CONFIG[:SPLIT]]") from None
 
 
 def _load_from_hub(name: str, config: str | None, split: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fluxray.config.checks_task import PIXELS_PER_TOKEN
+from fluxray.config.encode import PIXELS_PER_TOKEN
 from fluxray.config.schema import DataConfig, TrainConfig
 from fluxray.data.identity import with_pipeline
 from fluxray.data.latent_facts import CacheNeeds

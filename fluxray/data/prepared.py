@@ -1,0 +1,48 @@
+"""A listed picture becomes what the encoders read: pixels of its bucket, caption, mask."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fluxray.config.encode import EncodeConfig
+from fluxray.data.captions import settled
+from fluxray.data.crops import Bucket, Crop, choose_crop, cut, fit
+from fluxray.data.decode import Quarantined, decode, decode_mask
+from fluxray.data.pictures import Loaded, PictureRef, Pictures
+
+
+class Prepared(NamedTuple):
+    """A picture that is ready to be encoded.
+
+    `pixels` are uint8 [H, W, 3], the crop's height and width. `mask` is uint8 [H, W], 255 where the loss counts in full; None
+    where the picture has none. `size` is (width, height) of the upright picture before. `notes` tell what was done to it.
+    """
+
+    key: str
+    caption: str
+    pixels: np.ndarray
+    crop: Crop
+    size: tuple[int, int]
+    notes: tuple[str, ...]
+    mask: np.ndarray | None = None
+
+
+def prepare_picture(
+    pictures: Pictures, ref: PictureRef, config: EncodeConfig, bucket: Bucket | None = None, data: Loaded | None = None
+) -> Prepared:
+    """Return a picture, cut to `bucket`, or by default to the one that fits it best; raises Quarantined.
+
+    `data` are its bytes where they were streamed; otherwise they are loaded. A picture without a mask, where `encode.mask` asks
+    for one, counts in full.
+    """
+    caption = settled(ref.caption, ref.fault, config.no_caption)
+    if isinstance(data, Quarantined):
+        raise data
+    image, notes, mask = decode(pictures.load(ref) if data is None else data, config)
+    if config.mask == "file" and ref.mask is not None:
+        mask = decode_mask(pictures.load_mask(ref), config, image.size)
+    elif config.mask != "none" and mask is None:
+        notes = (*notes, "no mask: counts in full")
+    crop = choose_crop(image.size, config) if bucket is None else fit(image.size, bucket)
+    pixels = cut(image, crop)
+    return Prepared(ref.key, caption, pixels, crop, image.size, (*ref.notes, *notes), None if mask is None else cut(mask, crop))
