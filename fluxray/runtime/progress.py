@@ -26,7 +26,7 @@ class Snapshot(NamedTuple):
 
 
 class Progress:
-    """Step, loss, tokens/s, memory and time left of a run, as text."""
+    """Step, loss, tokens/s or images/s, memory and time left of a run, as text."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -52,7 +52,9 @@ class Progress:
         parts = [f"step {self.step}/{self.num_steps}"]
         if (loss := self._metrics.get("train/loss")) is not None:
             parts.append(f"loss {loss:.4f}")
-        if (speed := self._metrics.get("perf/tokens_per_s")) is not None:
+        if (speed := self._metrics.get("perf/images_per_s")) is not None:
+            parts.append(f"{speed:,.4g} images/s")
+        elif (speed := self._metrics.get("perf/tokens_per_s")) is not None:
             parts.append(f"{speed:,.0f} tokens/s")
         memory = next((self._metrics[key] for key in MEMORY_KEYS if self._metrics.get(key)), None)
         if memory is not None:

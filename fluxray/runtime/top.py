@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -35,6 +36,9 @@ NEWEST = 50
 
 MAX_RUNS = 200
 HEADINGS = ("run", "step", "loss", "tokens/s", "memory", "GPU", "left", "heard")
+ROW_KEYS = ("batch.micro_size", "batch.accumulation_steps", "resources.num_workers")
+"""Their product are the rows of a step."""
+
 NOTHING = "nothing is running; `fluxray train --profile cpu --model lm-tiny` starts a training"
 
 
@@ -43,7 +47,7 @@ class Running:
     """A run that MLflow says is running: newest step (-1: none yet) and metrics; times in seconds since the epoch.
 
     `stepped` is when the newest step was recorded, `heard` when anything was. `step_tokens` are the positions of a full step,
-    None where that is not known.
+    `step_images` its images; None where that is not known.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Running:
     stepped: float
     heard: float
     step_tokens: int | None
+    step_images: int | None = None
 
 
 @dataclass
@@ -161,8 +166,11 @@ def row(run: Running, left: float | None, now: float) -> Sequence[str]:
 
 def seconds_left(run: Running) -> float | None:
     """Return the time that the remaining steps take at the speed that was recorded last; None while it is unknown."""
-    speed = run.metrics.get("perf/tokens_per_s")
-    return None if not speed or run.step_tokens is None else (run.num_steps - run.step) * run.step_tokens / speed
+    known = (("perf/tokens_per_s", run.step_tokens), ("perf/images_per_s", run.step_images))
+    for key, per_step in known:
+        if per_step is not None and run.metrics.get(key):
+            return (run.num_steps - run.step) * per_step / run.metrics[key]
+    return None
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -210,21 +218,25 @@ def _running(run: Any) -> Running:
         stepped=stepped,
         heard=max([started, *(point.timestamp / 1000 for point in points.values())]),
         step_tokens=_step_tokens(params),
+        step_images=_step_images(params),
     )
 
 
 def _step_tokens(params: Mapping[str, str]) -> int | None:
     """Return the positions of a step of packed rows, which are all full."""
-    if params.get("data.packing") != "true":
-        return None
-    keys = ("batch.micro_size", "batch.accumulation_steps", "resources.num_workers", "data.max_slice")
+    packed = params.get("task.kind", "lm") == "lm" and params.get("data.packing") == "true"
+    return _product(params, *ROW_KEYS, "data.max_slice") if packed else None
+
+
+def _step_images(params: Mapping[str, str]) -> int | None:
+    return _product(params, *ROW_KEYS) if params.get("task.kind") == "flow" else None
+
+
+def _product(params: Mapping[str, str], *keys: str) -> int | None:
     try:
-        product = 1
-        for key in keys:
-            product *= int(params[key])
+        return prod(int(params[key]) for key in keys)
     except (KeyError, ValueError):
         return None
-    return product
 
 
 def _addresses(where: Home, run_dirs: Sequence[Path]) -> Iterator[str]:
