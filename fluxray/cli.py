@@ -119,6 +119,7 @@ def export(
     form: Annotated[
         Literal["library", "bfl"], typer.Option("--format", help="bfl: one file of a FLUX model, as ComfyUI loads it.")
     ] = "library",
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (ema.decay).")] = False,
     storage: Storage = None,
 ) -> None:
     """Write a run's newest checkpoint as a folder that transformers or diffusers loads."""
@@ -126,7 +127,7 @@ def export(
     with quick_imports():
         from fluxray.export import export_run
 
-    print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype, form)}")
+    print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype, form, averaged=ema)}")
 
 
 @app.command()

@@ -9,6 +9,7 @@ P pooled width.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -319,6 +320,17 @@ class Engine(Protocol):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the model's output for `batch`, without dropout or gradients."""
+        ...
+
+    def forwards(self, batches: Sequence[Batch]) -> Sequence[Tensor]:
+        """Return the model's output for each batch, as `forward`; an engine that fetches blocks fetches each once for all."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which evaluation and forward compute with the moving averages of the weights. Collective.
+
+        Only where `ema.decay` has some kept; nothing is pending. What is trained is as it was behind the context.
+        """
         ...
 
     def read_waits(self) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from fluxray.config.encode import EncodeConfig
 from fluxray.config.quantities import RATE, SIZE
+from fluxray.config.sampling import EmaConfig, SampleConfig
 from fluxray.config.section import Section
 from fluxray.config.tasks import FlowTaskConfig, LmTaskConfig
 
@@ -292,10 +293,12 @@ class TrainConfig(Section):
     encode: EncodeConfig = EncodeConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
+    ema: EmaConfig = EmaConfig()
     loss: LossConfig = LossConfig()
     clip: ClipConfig = ClipConfig()
     train: TrainLoopConfig = TrainLoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resources: ResourcesConfig = ResourcesConfig()
     hardware: HardwareConfig = HardwareConfig()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fluxray.config.schema import CheckpointKind
 from fluxray.engine.activation_checkpoint import checkpoint_blocks, checkpoint_segments
@@ -152,6 +153,24 @@ def apply_fsdp(stack: BlockStack, techniques: Techniques, device: torch.device, 
 def fsdp_modules(stack: nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 shards; none on a resident model."""
     return [module for module in stack.modules() if isinstance(module, FSDPModule)]
+
+
+def abandon_forward(stack: nn.Module) -> None:
+    """Let the next forward begin afresh after one that has failed on every rank."""
+    if not isinstance(stack, FSDPModule):
+        return
+    if hasattr(stack, "reset_iter_state"):
+        stack.reset_iter_state()
+        return
+    root = stack._get_fsdp_state()  # torch before 2.13
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group._training_state = TrainingState.IDLE
+    for module in fsdp_modules(stack):
+        module.reshard()
+    root._comm_ctx.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
 
 
 def cast_buffers(model: nn.Module) -> None:

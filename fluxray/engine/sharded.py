@@ -1,6 +1,7 @@
 """Training with every parameter on the GPUs: FSDP2 over N ranks, plain resident training on one."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fluxray.engine.average import Averages
 from fluxray.engine.chunked_loss import ChunkedLoss, PieceLoss
 from fluxray.engine.clip import Clip, clip_units
 from fluxray.engine.cuda_graph import CudaGraphs
@@ -16,7 +18,7 @@ from fluxray.engine.fused import FusingReader, split_items
 from fluxray.engine.gradients import Gradients
 from fluxray.engine.in_backward import InBackward
 from fluxray.engine.masters import Masters
-from fluxray.engine.parallelize import fsdp_modules
+from fluxray.engine.parallelize import abandon_forward, fsdp_modules
 from fluxray.engine.precision import Precision, autocast
 from fluxray.engine.scaler import LossScaler
 from fluxray.engine.state import check_same_model
@@ -33,7 +35,7 @@ class ShardedEngine:
     The loss is the sum over the global batch divided by its number of valid terms, so it depends neither on the number of ranks
     nor on the split into micro-batches. It is clipped by the norms of whole units or of the whole gradient, all ranks included.
     A step whose loss or gradient is not finite on any rank changes neither weights nor moments on any. For fp16 the
-    loss is scaled. With `chunk_tokens` the logits of so many positions exist at once.
+    loss is scaled. With `chunk_tokens` the logits of so many positions exist at once. `averages` move behind each step.
     UnitOptimizers step inside backward (`engine/in_backward.py`).
     """
 
@@ -46,8 +48,10 @@ class ShardedEngine:
         clip: Clip,
         runtime: "Runtime",
         chunk_tokens: int | None = None,
+        averages: Averages | None = None,
     ):
         self._stack = stack
+        self._averages = averages
         self._chunked = None if chunk_tokens is None else ChunkedLoss(stack, loss_fn, chunk_tokens)
         self._loss_fn = loss_fn
         self._masters = masters
@@ -80,6 +84,10 @@ class ShardedEngine:
                 loss_sum += self._differentiate(batch.to(self._runtime.device), divisor, lr)
         loss = self._runtime.sum_over_ranks(loss_sum) / divisor
         grad_norm, withheld = self._step_after(loss, lr) if self._in_backward is None else self._in_backward.finish()
+        if self._averages is not None:
+            key = micro_batches[0].key
+            assert key is not None, "a training batch names its random numbers"
+            self._averages.move(key)
         return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
 
     def _differentiate(self, batch: Batch, divisor: Tensor, lr: float | None = None) -> Tensor:
@@ -110,6 +118,15 @@ class ShardedEngine:
         """Return the model's output for `batch`, without dropout or gradients. Collective."""
         return self._infer(batch, lambda output, _: output)
 
+    def forwards(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Return the model's output for each batch, without dropout or gradients. Collective."""
+        return [self.forward(batch) for batch in batches]
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which evaluation and forward compute with the moving averages. Collective."""
+        assert self._averages is not None, "refused by check_sampling"
+        return self._averages.in_place()
+
     def flush(self) -> None:
         """Nothing is ever pending here."""
 
@@ -128,6 +145,8 @@ class ShardedEngine:
             rows = Rows.of(parameter)
             yield rows.item("weights", name, rows.local)
             yield from self._optimizer.state_items(name)
+            if self._averages is not None:
+                yield from self._averages.state_items(name)
         yield from self._clip.state_items()
         yield from self._scaler.state_items()
 
@@ -136,6 +155,8 @@ class ShardedEngine:
         reader = FusingReader(reader, self._stack.fused)
         check_same_model({name: parameter.shape for name, parameter in self._masters.named.items()}, reader)
         narrowed = [name for name in self._masters.named if self._optimizer.load(name, reader)]
+        if self._averages is not None:
+            narrowed += self._averages.load(reader)
         self._clip.load_items(reader)
         self._scaler.load_items(reader)
         self._masters.publish()
@@ -162,8 +183,12 @@ class ShardedEngine:
     @torch.no_grad()
     def _infer(self, batch: Batch, *finish: Any) -> Any:
         self._stack.eval()
-        with self._runtime.autocast():
-            output = self._stack(batch.to(self._runtime.device), *finish)
+        try:
+            with self._runtime.autocast():
+                output = self._stack(batch.to(self._runtime.device), *finish)
+        except BaseException:
+            abandon_forward(self._stack)
+            raise
         for module in self._sharded:
             module.reshard()  # no backward follows that would; the next step must gather anew
         return output

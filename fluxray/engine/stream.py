@@ -16,10 +16,12 @@ norm of all is known, and is applied when the block next comes by: in the follow
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
 
+from fluxray.config.sampling import EmaConfig
 from fluxray.config.schema import OptimConfig
 from fluxray.engine.clip import Clip
 from fluxray.engine.fused import FusingReader, split_items
@@ -31,12 +33,13 @@ from fluxray.engine.state import check_same_model
 from fluxray.engine.stream_blocks import Blocks, Update
 from fluxray.engine.stream_compute import Computation, Graph, Tensors, gradient_of, with_leaves
 from fluxray.engine.stream_gradients import GradientSink
-from fluxray.engine.stream_layout import empty_bytes
+from fluxray.engine.stream_layout import Moving, empty_bytes
 from fluxray.engine.stream_pass import Pass
 from fluxray.engine.stream_step import Given, Stepper
 from fluxray.engine.stream_store import BlockStore, StreamSettings, Unit, split_parameters, tied_names
 from fluxray.engine.stream_timeline import StreamBytes
 from fluxray.engine.stream_transfers import Transfers, transfers_of
+from fluxray.optim.average import DTYPES, rate_at
 from fluxray.protocols import Batch, BlockStack, LossFn, LossOutput, State, StateItem, StateReader, StepOutput
 from fluxray.seeding import derive_seed
 
@@ -57,6 +60,7 @@ class StreamEngine:
         precision: Precision,
         device: torch.device,
         transfers: Transfers | None = None,
+        average: EmaConfig | None = None,
     ):
         self._stack = stack
         assert precision != "amp-fp16" or clip.mode == "exact", "refused by check_consistent"
@@ -67,9 +71,12 @@ class StreamEngine:
         self._transfers = transfers or transfers_of(device)
         self._offload = Offload(self._transfers, device) if settings.offload_inputs else None
         self._weight_dtype = weight = torch.bfloat16 if precision == "mixed-bf16" else torch.float32
+        self._average = average or EmaConfig()
+        kept = DTYPES[self._average.dtype] if self._average.decay else None
         inside, outside = split_parameters(stack)
-        self._units = [Unit(f"{block.name}.", own, optim, weight) for block, own in zip(stack.blocks, inside, strict=True)]
-        self._outside = Unit("", outside, optim, weight)
+        self._units = [Unit(f"{block.name}.", own, optim, weight, kept) for block, own in zip(stack.blocks, inside, strict=True)]
+        self._outside = Unit("", outside, optim, weight, kept)
+        self._averages: Tensor | None = None
         self._store = BlockStore(self._units, settings, weight if clip.mode == "exact" else None, self._transfers, device)
         self._stepper = Stepper(optim, [*(unit.prefix for unit in self._units), *outside], device)
         self._blocks = Blocks(self._store, self._stepper, settings)
@@ -101,10 +108,33 @@ class StreamEngine:
         losses = [(self._model.loss(state, batch), batch.num_valid) for state, batch in self._infer(batches)]
         return [LossOutput(loss, torch.full((), float(num_valid), device=self._device)) for loss, num_valid in losses]
 
-    @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
         """Return the model's output for `batch`, without dropout or gradients."""
-        return self._model.output(*self._infer([batch])[0])
+        return self.forwards([batch])[0]
+
+    @torch.no_grad()
+    def forwards(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Return the model's output for each batch, without dropout or gradients; each block is fetched once."""
+        return [self._model.output(state, batch) for state, batch in self._infer(batches)]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let evaluation and forward compute with the moving averages; takes memory for the largest block and what is outside."""
+        assert self._average.decay > 0, "refused by check_sampling"
+        self.flush()
+        sizes = (self._outside.layout.weight_bytes, max(unit.layout.weight_bytes for unit in self._units))
+        outside, weights = (empty_bytes(size, self._device) for size in sizes)
+        self._outside.layout.copy_averages(*self._outside.memory, outside)
+        self._outside.bind(outside)
+        self._averages = weights
+        try:
+            yield
+        finally:
+            self._averages = None
+            self._outside.bind(self._outside.memory[0])
+            for unit in (*self._units, self._outside):
+                unit.forget(weights)
+                unit.forget(outside)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -203,7 +233,9 @@ class StreamEngine:
         seed = derive_seed(key.seed, "rounding", key.step)
         embedded = [with_leaves(state, ()) for state in states]
         loss_sum = torch.zeros((), device=self._device)
-        return Pass(batches, embedded, names, divisor, lr, seed, loss_sum, shared_gradients=[{} for _ in batches])
+        rate = rate_at(self._average.decay, key.step) if self._average.decay else 0.0
+        gradients: list[dict[str, Tensor]] = [{} for _ in batches]
+        return Pass(batches, embedded, names, divisor, lr, seed, loss_sum, rate=rate, shared_gradients=gradients)
 
     def _forward_blocks(self, step: Pass) -> list[list[Graph]]:
         """Run all blocks but the last; return their graphs: [block][k]."""
@@ -290,7 +322,7 @@ class StreamEngine:
             return
         ok = (torch.isfinite(norm) & torch.isfinite(step.loss_sum)).float()
         step.ok.append(ok)
-        self._blocks.step(index, gradient, Update(step.lr, step.seed, self._clip.of_unit(norm), ok), touched)
+        self._blocks.step(index, gradient, Update(step.lr, step.seed, self._clip.of_unit(norm), ok, step.rate), touched)
 
     def _step_outside(self, step: Pass) -> Tensor:
         """Step what is outside the blocks, decide on what is held back, and return the norm of the whole gradient."""
@@ -300,7 +332,7 @@ class StreamEngine:
         finite = torch.isfinite(step.loss_sum)
         if self._clip.mode == "exact":
             factor = self._scaler.unscaled(self._clip.of_all(whole))
-            update = Update(step.lr, step.seed, factor, (finite & torch.isfinite(whole)).float())
+            update = Update(step.lr, step.seed, factor, (finite & torch.isfinite(whole)).float(), step.rate)
             self._blocks.apply_later(update)
             updates = dict.fromkeys(norms, update)
             step.ok.append(update.ok)
@@ -309,7 +341,8 @@ class StreamEngine:
             updates = {name: Update(step.lr, step.seed, self._clip.of_unit(norms[name]), oks[name]) for name in norms}
             step.ok.extend(oks.values())
         controls = {name: self._stepper.control(name, update.scale, update.ok) for name, update in updates.items()}
-        given = Given(step.lr, derive_seed(step.seed, "outside"), controls.get)
+        moving = Moving(step.rate, step.seed, "") if step.rate else None
+        given = Given(step.lr, derive_seed(step.seed, "outside"), controls.get, moving)
         self._stepper.step_unit(self._outside.layout, self._outside.memory, gradient, given)
         self._clip.finish(whole.where(finite, torch.nan))
         return whole
@@ -319,9 +352,10 @@ class StreamEngine:
         self._stack.eval()
         batches = [batch.to(self._device) for batch in batches]
         states = [self._model.prologue(batch) for batch in batches]
-        for index in self._blocks.visit(self._blocks.all):
-            for k, state in enumerate(states):
-                states[k] = self._model.block(index, state)
+        with closing(self._blocks.visit(self._blocks.all, averages=self._averages)) as visits:
+            for index in visits:
+                for k, state in enumerate(states):
+                    states[k] = self._model.block(index, state)
         return list(zip(states, batches, strict=True))
 
     def _clip_unit(self, unit: Unit, name: str) -> str:

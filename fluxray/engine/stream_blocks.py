@@ -1,23 +1,32 @@
 """The blocks of a streamed model one after the other: fetched ahead, computed with, stepped, written back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fluxray.engine.stream_layout import Moving
 from fluxray.engine.stream_step import Given, Stepper
 from fluxray.engine.stream_store import BlockStore, StreamSettings
 from fluxray.seeding import derive_seed
 
 
 class Update(NamedTuple):
-    """How a unit steps: learning rate, seed, scale of its gradient, and 1 or 0 (fp32): whether it does at all."""
+    """How a unit steps: learning rate, seed, scale of its gradient, and 1 or 0 (fp32): whether it does at all.
+
+    `rate` is that of moving averages, 0 where none are kept.
+    """
 
     lr: float
     seed: int
     scale: Tensor
     ok: Tensor
+    rate: float = 0.0
+
+    def moving(self, prefix: str) -> Moving | None:
+        """Return how the averages of a unit move."""
+        return Moving(self.rate, self.seed, prefix) if self.rate else None
 
 
 class Blocks:
@@ -42,20 +51,42 @@ class Blocks:
         """Whether some block has yet to step."""
         return bool(self._pending)
 
-    def visit(self, order: Sequence[int], stop: int | None = None, backward: bool = False) -> Iterator[int]:
+    def visit(
+        self, order: Sequence[int], stop: int | None = None, backward: bool = False, averages: Tensor | None = None
+    ) -> Generator[int, None, None]:
         """Yield the first `stop` blocks of `order` (None: all), each with its weights bound, while the next ones are fetched.
 
         Backwards the states come too, unless gradients are held back. What is pending for a block is applied before it is
-        yielded. Behind the yield its weights are given back.
+        yielded. Behind the yield its weights are given back. With `averages`, memory of the largest block's size (uint8), it is
+        these that are bound, of blocks of which nothing is pending. Whoever may fail must close the iterator.
         """
+        try:
+            yield from self._visit(order, stop, backward, averages)
+        except BaseException:  # the visitor's, by closing; or a copy's
+            self.store.release()
+            raise
+
+    def _visit(self, order: Sequence[int], stop: int | None, backward: bool, averages: Tensor | None) -> Iterator[int]:
         ahead = min(1 if backward else 2, self._settings.weight_slots - 1)
         states = backward and self.store.gradients is None
         for position, index in enumerate(order[:stop]):
-            self._fetch(order[position : position + 1 + ahead], states)
-            self._units[index].bind(self.store.weights.get(index))
+            self._fetch(order[position : position + 1 + ahead], states or averages is not None)
+            weights = self.store.weights.get(index)
+            self._units[index].bind(weights)
             changed = self._apply_pending(index) or states
+            if averages is not None:
+                self._bind_averages(index, weights, averages)
             yield index
+            if averages is not None:
+                self._units[index].bind(weights)
             self.store.weights.done(index, self._units[index].layout.trained_weight_bytes if changed else 0)
+
+    @torch.no_grad()
+    def _bind_averages(self, index: int, weights: Tensor, averages: Tensor) -> None:
+        unit, target = self._units[index], averages[: weights.numel()]
+        unit.layout.copy_averages(weights, self.store.states.get(index), target)
+        self.store.states.done(index)
+        unit.bind(target)
 
     def step(self, index: int, gradient: Tensor, update: Update, touched: frozenset[str]) -> None:
         """Step the block that is being visited by its flat gradient; parameters that are not `touched` are left alone."""
@@ -107,6 +138,7 @@ class Blocks:
         unit = self._units[index]
         control = self._stepper.control(unit.prefix, update.scale, update.ok)
         noise = derive_seed(update.seed, unit.prefix)
-        given = Given(update.lr, noise, lambda name: control if name in touched else None)
+        moving = update.moving(unit.prefix)
+        given = Given(update.lr, noise, lambda name: control if name in touched else None, moving)
         memory = (self.store.weights.get(index), self.store.states.get(index))
         self._stepper.step_unit(unit.layout, memory, gradient, given)

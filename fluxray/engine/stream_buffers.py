@@ -176,6 +176,12 @@ class Ring:
         self.clock += 1
         slot.last_used = self.clock
 
+    def release(self) -> None:
+        """Give every slot back, unchanged, once what has been computed so far is done."""
+        for slot in self.slots:
+            if slot.wanted:
+                slot.wanted, slot.drained = False, self.transfers.mark()
+
     def forget(self) -> None:
         """Hold nothing any more: what lies on the host has been changed."""
         for slot in self.slots:

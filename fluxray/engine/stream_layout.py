@@ -3,7 +3,7 @@
 A run is the parameters of a block that are kept in the same way, one behind the other, so that one kernel steps them all:
 
     weights   run 0 | run 1 | ... | frozen run                                                what the forward pass fetches
-    states    run 0: correction | exp_avg | exp_avg_sq | absmax of both; run 1: ...           what only the step needs
+    states    run 0: correction | exp_avg | exp_avg_sq | absmax of both | ema; run 1: ...     what only the step needs
 
 A parameter begins at a multiple of 256 elements. What lies between two parameters is zero and stays so: its gradient is zero.
 """
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluxray.optim.states import QUANT_BLOCK, Section, StateFormat
+from fluxray.optim.average import move, noise_of
+from fluxray.optim.states import AVERAGE, QUANT_BLOCK, Section, StateFormat
 
 
 class Place(NamedTuple):
@@ -63,6 +64,14 @@ class Run:
         return found
 
 
+class Moving(NamedTuple):
+    """How averages move in one step: by which `rate`, and the `seed` and the unit's `prefix` that name their random numbers."""
+
+    rate: float
+    seed: int
+    prefix: str
+
+
 class Layout:
     """The table of one block, or of one set of parameters outside the blocks. All sizes follow from names, shapes and formats."""
 
@@ -91,6 +100,25 @@ class Layout:
             for place in run.places
             for begin in (run.gradient_offset + place.offset,)
         }
+
+    def move_averages(self, weights: Tensor, states: Tensor, moving: "Moving") -> None:
+        """Move the average of each trained parameter towards its master; `weights` and `states` are the block's bytes."""
+        for run in self.runs:
+            if run.format.average is None:
+                continue
+            flat = {"weights": run.weights(weights), **run.states(states)}
+            for place in run.places:
+                end = place.offset + place.numel
+                average, weight = (flat[name][place.offset : end] for name in (AVERAGE, "weights"))
+                correction = flat["correction"][place.offset : end] if "correction" in flat else None
+                move(average, weight, correction, moving.rate, noise_of(moving.seed, moving.prefix + place.name))
+
+    def copy_averages(self, weights: Tensor, states: Tensor, target: Tensor) -> None:
+        """Fill `target`, bytes like `weights`, with averages, rounded to nearest, and with the weights that have none."""
+        target.copy_(weights)
+        for run in self.runs:
+            if run.format.average is not None:
+                run.weights(target).copy_(run.states(states)[AVERAGE])
 
     def sections(self, weights: Tensor, states: Tensor) -> Iterator[tuple[str, StateFormat, dict[str, Tensor]]]:
         """Yield each parameter's name and format and all of its state by section, as views of the block's bytes."""

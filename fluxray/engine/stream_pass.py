@@ -14,8 +14,8 @@ from fluxray.protocols import Batch, State
 class Pass:
     """One optimizer step under way. `carry_gradients[k]` and `shared_gradients[k]` are those of micro-batch k, so far.
 
-    `shared_names` are the shared tensors that the loss can be differentiated by, `ok` holds 1 or 0 for each clip unit, `sent` of
-    each block the inputs that wait on the host.
+    `shared_names` are the shared tensors that the loss can be differentiated by, `rate` that of moving averages, `ok` holds 1 or
+    0 for each clip unit, `sent` of each block the inputs that wait on the host.
     """
 
     batches: Sequence[Batch]
@@ -25,6 +25,7 @@ class Pass:
     lr: float
     seed: int
     loss_sum: Tensor
+    rate: float = 0.0
     carry_gradients: list[Tensors] = field(default_factory=list)
     shared_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     sent: list[list[Parcel]] = field(default_factory=list)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fluxray.config.schema import OptimConfig
-from fluxray.engine.stream_layout import Layout, Run
+from fluxray.engine.stream_layout import Layout, Moving, Run
 from fluxray.optim.adam8bit import AdamConfig, FlatState, adam_step, bias_corrections
 from fluxray.optim.states import QUANT_BLOCK
 
@@ -15,12 +15,13 @@ from fluxray.optim.states import QUANT_BLOCK
 class Given(NamedTuple):
     """What one unit's step is given: learning rate, the seed of its rounding, and each parameter's control by its name.
 
-    A parameter whose control is None has no gradient and is left alone.
+    A parameter whose control is None has no gradient and is left alone. `moving`: averages move behind the step.
     """
 
     lr: float
     noise: int
     control: Callable[[str], Tensor | None]
+    moving: Moving | None = None
 
 
 class Stepper:
@@ -51,6 +52,8 @@ class Stepper:
                 offset = run.gradient_offset + begin
                 part = gradient[offset : offset + stop - begin]
                 adam_step(state.slice(begin, stop), part, config, given.lr, control, given.noise, offset)
+        if given.moving is not None:
+            layout.move_averages(*memory, given.moving)
 
 
 def _launches(run: Run, given: Given) -> Iterator[tuple[int, int, Tensor]]:

@@ -14,7 +14,7 @@ from fluxray.engine.stream_layout import Layout, empty_bytes
 from fluxray.engine.stream_transfers import Transfers
 from fluxray.optim.formats import split
 from fluxray.optim.restore import restore
-from fluxray.optim.states import state_format
+from fluxray.optim.states import AVERAGE, state_format
 from fluxray.protocols import BlockStack, StateItem, StateReader
 
 
@@ -55,11 +55,19 @@ class Unit:
     between steps.
     """
 
-    def __init__(self, prefix: str, parameters: Mapping[str, nn.Parameter], optim: OptimConfig, weight: torch.dtype):
+    def __init__(
+        self,
+        prefix: str,
+        parameters: Mapping[str, nn.Parameter],
+        optim: OptimConfig,
+        weight: torch.dtype,
+        average: torch.dtype | None = None,
+    ):
+        eight_bit, master = optim.has_8_bit_moments, optim.master
         self.prefix = prefix
         self.layout = Layout(
             {
-                name: (tuple(p.shape), state_format(p.shape, optim.has_8_bit_moments, optim.master, weight, p.requires_grad))
+                name: (tuple(p.shape), state_format(p.shape, eight_bit, master, weight, p.requires_grad, average))
                 for name, p in parameters.items()
             }
         )
@@ -77,6 +85,8 @@ class Unit:
             sections["weights"].copy_(weight)
             if correction is not None:
                 sections["correction"].copy_(correction)
+            if AVERAGE in sections:
+                sections[AVERAGE].copy_(parameters[name])
 
     def bind(self, weights: Tensor) -> None:
         """Let the model's parameters be views of `weights` (uint8, on the device)."""
@@ -86,6 +96,10 @@ class Unit:
         self._bound = weights
         for name, view in self._views[key].items():
             self.parameters[name].data = view
+
+    def forget(self, weights: Tensor) -> None:
+        """Keep nothing of `weights`, which nothing is bound to."""
+        self._views.pop(weights.data_ptr(), None)
 
     def saving_places(self) -> saved_tensors_hooks:
         """Return a context in which autograd saves the places of weights and of their views, not the tensors.
@@ -174,6 +188,11 @@ class BlockStore:
     @property
     def _rings(self) -> list[Ring]:
         return [ring for ring in (self.weights, self.states, self.gradients) if ring is not None]
+
+    def release(self) -> None:
+        """Give all slots back: whoever visited blocks has given up."""
+        for ring in self._rings:
+            ring.release()
 
     def forget(self) -> None:
         """Hold nothing on the device: what is in `memory` has been replaced."""

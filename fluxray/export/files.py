@@ -20,7 +20,7 @@ from torch import Tensor
 from fluxray.checkpoint import CheckpointReader
 from fluxray.errors import ConfigError, one_line
 from fluxray.optim.restore import restore
-from fluxray.optim.states import StateFormat
+from fluxray.optim.states import AVERAGE, StateFormat
 
 FILE_BYTES = 5 * 10**9
 """What a file of weights may hold; a larger tensor has one for itself."""
@@ -33,15 +33,21 @@ CODES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class Kept(NamedTuple):
-    """A parameter's trained values in a checkpoint, read anew each time, in the format that they are exported in."""
+    """A parameter's trained values in a checkpoint, read anew each time, in the format that they are exported in.
+
+    `averaged`: their moving averages in their place, where there are any.
+    """
 
     reader: CheckpointReader
     dtype: torch.dtype
+    averaged: bool = False
 
     def weight(self, name: str) -> Tensor:
         """Return a parameter's trained values, a copy of its own."""
         values = torch.empty(self.reader.shape("weights", name), dtype=self.dtype)
-        if self.dtype == torch.float32:
+        if self.averaged and AVERAGE in self.reader.sections(name):
+            values.copy_(self.reader.read(AVERAGE, name))
+        elif self.dtype == torch.float32:
             restore(self.reader, name, MASTER, {"weights": values})
         else:
             values.copy_(self.reader.read("weights", name))

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from fluxray.checkpoint import committed, open_newest
+from fluxray.checkpoint import CheckpointReader, committed, open_newest
 from fluxray.config import text
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export.causal_lm import exported_model, write_language_model
 from fluxray.export.files import Kept, check_target, filled_or_empty
 from fluxray.export.flux import exported_transformer, write_bfl, write_pipeline
+from fluxray.optim.states import AVERAGE
 
 MODEL_DIR = "model"
 """Folder of a run that holds the library's config.json."""
@@ -34,21 +35,25 @@ def export_run(
     dtype: Literal["fp32", "bf16"] = "fp32",
     form: Form = "library",
     notify: Callable[[str], None] = print,
+    averaged: bool = False,
 ) -> Path:
     """Write the newest checkpoint of a run in the form of its library, and return the folder.
 
     A language model comes with config.json and tokenizer, a FLUX transformer within the pipeline that its run began from. `bfl`
     writes one file instead, `out_dir`/NAME.safetensors, and returns it. `fp32` keeps the trained values exactly, correction
-    included; `bf16` rounds them to nearest.
+    included; `bf16` rounds them to nearest. `averaged` writes their moving averages in their place.
 
     Raises ConfigError if `out_dir` exists and is not empty or cannot be written, or if there is no such form of the model;
-    CheckpointError if the run has no usable checkpoint or one of another model. What was written before a failure is removed.
+    CheckpointError if the run has no usable checkpoint, one of another model or one without averages. What was written before a
+    failure is removed.
     """
     check_target(out_dir)
     reader = open_newest(committed(run_dir), notify)
     if reader is None:
         raise CheckpointError(f"RUN: {run_dir.name} has no checkpoint yet; train it first")
-    kept = Kept(reader, DTYPES[dtype])
+    if averaged:
+        require_averages(reader, run_dir.name)
+    kept = Kept(reader, DTYPES[dtype], averaged)
     keys = _model_keys(run_dir)
     if "_class_name" in keys:
         return _export_flux(run_dir, keys, kept, out_dir, form, notify)
@@ -59,6 +64,12 @@ def export_run(
     with filled_or_empty(out_dir):
         write_language_model(model, run_dir / TOKENIZER_DIR, kept, out_dir)
     return out_dir
+
+
+def require_averages(reader: CheckpointReader, run: str) -> None:
+    """Raise CheckpointError unless moving averages of the weights were saved."""
+    if not any(AVERAGE in reader.sections(name) for name in reader.names()):
+        raise CheckpointError(f"--ema: {run} keeps no average of its weights; drop it, or train with ema.decay=0.999")
 
 
 def _export_flux(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluxray.errors import CheckpointError
 from fluxray.optim.formats import dequantise, join, quantise, split, zero_code
-from fluxray.optim.states import StateFormat
+from fluxray.optim.states import AVERAGE, StateFormat
 from fluxray.protocols import StateReader
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -53,8 +53,8 @@ def restore(
     """Fill the sections of one parameter, or of its rows [offset, offset + num_rows), and return whether anything was narrowed.
 
     `targets` holds what `fmt` has: `weights`, `correction`, `exp_avg` and `exp_avg_sq` shaped like the parameter, the moments'
-    absmax [rows, elements of a row / 256]. Moments that were not saved (nothing has been stepped yet) become zero. Raises
-    CheckpointError if a shape differs.
+    absmax [rows, elements of a row / 256]. Moments that were not saved (nothing has been stepped yet) become zero, an average
+    begins with the master. Raises CheckpointError if a shape differs.
     """
     saved = _Saved(reader, name, offset, num_rows)
     sections = frozenset(reader.sections(name))
@@ -62,7 +62,35 @@ def restore(
     if fmt.trained:
         for moment in MOMENTS:
             narrowed |= _restore_moment(saved, moment, sections, fmt.quantised, targets)
+    if fmt.average is not None:
+        master = [targets["weights"], targets.get("correction")]
+        narrowed |= restore_average(reader, name, targets[AVERAGE], *master, offset=offset, num_rows=num_rows)
     return narrowed
+
+
+@torch.no_grad()
+def restore_average(  # noqa: PLR0913 - rows of three tensors
+    reader: StateReader,
+    name: str,
+    average: Tensor,
+    weight: Tensor | None,
+    correction: Tensor | None = None,
+    *,
+    offset: int = 0,
+    num_rows: int | None = None,
+) -> bool:
+    """Fill the moving average of a parameter, or of its rows, and return whether it was narrowed.
+
+    Where none was saved it begins with the master, which must be there already: `weight` and its `correction`.
+    """
+    if AVERAGE in reader.sections(name):
+        values = _Saved(reader, name, offset, num_rows).read(AVERAGE, average)
+        average.copy_(values)
+        return values.dtype.itemsize > average.dtype.itemsize
+    assert weight is not None
+    for rows in _chunks(weight):
+        average[rows].copy_(join(weight[rows], None if correction is None else correction[rows]))
+    return False
 
 
 @torch.no_grad()

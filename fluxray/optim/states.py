@@ -3,6 +3,8 @@
 A master weight is what the model computes with plus a correction: the fp32 value, read as an integer, is `weight << 16` plus the
 signed correction, so that the bf16 part is the nearest one. 16 bits of correction make a whole fp32 value, 8 bits a 24-bit one.
 
+Beside them a moving average of the master weights may be kept, in fp32 or in bf16 (`fluxray/optim/average.py`).
+
 Moments are fp32, or 8-bit codes with one fp32 absmax per block of 256 elements (Dettmers et al., arXiv:2110.02861). A block holds
 consecutive elements of one row of one parameter, so that states cross shapes exactly.
 """
@@ -19,6 +21,9 @@ QUANT_BLOCK = 256
 
 SMALLEST_QUANTISED = 4096
 """Elements; a smaller parameter keeps fp32 moments."""
+
+AVERAGE = "ema"
+"""Section of the moving average."""
 
 Master = Literal["fp32", "split24", "stochastic"]
 
@@ -42,7 +47,8 @@ class StateFormat:
 
     `weight` is the dtype that the model computes with, `correction` that of the rest of the master weight (None: nothing is
     kept, and the weight is rounded stochastically), `quantised` tells 8-bit moments from fp32 ones, `decays` whether weight decay
-    applies, `trained` is False for a frozen parameter, which has its weight alone.
+    applies, `trained` is False for a frozen parameter, which has its weight alone. `average` is the dtype of the moving average
+    of the master weight, None where none is kept.
     """
 
     weight: torch.dtype
@@ -50,6 +56,7 @@ class StateFormat:
     quantised: bool
     decays: bool
     trained: bool = True
+    average: torch.dtype | None = None
 
     def weight_section(self, numel: int) -> Section:
         """Return what the forward pass needs of `numel` elements."""
@@ -60,15 +67,23 @@ class StateFormat:
         if not self.trained:
             return []
         found = [] if self.correction is None else [Section("correction", self.correction, numel)]
+        average = [] if self.average is None else [Section(AVERAGE, self.average, numel)]
         if not self.quantised:
-            return [*found, Section("exp_avg", torch.float32, numel), Section("exp_avg_sq", torch.float32, numel)]
+            return [*found, Section("exp_avg", torch.float32, numel), Section("exp_avg_sq", torch.float32, numel), *average]
         assert numel % QUANT_BLOCK == 0
         moments = [Section(name, torch.uint8, numel) for name in ("exp_avg", "exp_avg_sq")]
         scales = [Section(f"{name}_absmax", torch.float32, numel // QUANT_BLOCK) for name in ("exp_avg", "exp_avg_sq")]
-        return [*found, *moments, *scales]
+        return [*found, *moments, *scales, *average]
 
 
-def state_format(shape: Sequence[int], eight_bit: bool, master: Master, weight: torch.dtype, trained: bool = True) -> StateFormat:
+def state_format(
+    shape: Sequence[int],
+    eight_bit: bool,
+    master: Master,
+    weight: torch.dtype,
+    trained: bool = True,
+    average: torch.dtype | None = None,
+) -> StateFormat:
     """Return how a parameter of `shape` is kept. `weight` is bf16, or fp32, which is a master weight by itself.
 
     A parameter of one dimension (gain, bias) is not decayed and always has an fp32 master.
@@ -84,4 +99,4 @@ def state_format(shape: Sequence[int], eight_bit: bool, master: Master, weight: 
         correction = torch.int16
     else:
         correction = torch.int8 if master == "split24" else None
-    return StateFormat(weight, correction, quantised, decays=len(shape) > 1)
+    return StateFormat(weight, correction, quantised, decays=len(shape) > 1, average=average)

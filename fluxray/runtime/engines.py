@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
+from fluxray.engine.average import Averages
 from fluxray.engine.clip import Clip, clip_units
 from fluxray.engine.cuda_graph import use_own_stream
 from fluxray.engine.parallelize import Techniques, parallelize, prepare_stream
@@ -57,7 +58,8 @@ def build_engine(  # noqa: PLR0913, PLR0917 - one place where all parts meet
     else:
         optimizer = build_sharded(masters.named, config.optim)
     clip = _clip(config, device)
-    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, config.loss.chunk_tokens)
+    averages = Averages(masters, config.ema) if config.ema.decay else None
+    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, config.loss.chunk_tokens, averages)
 
 
 def build_stream_engine(
@@ -84,7 +86,8 @@ def build_stream_engine(
         epilogue_tokens=policy.epilogue_tokens,
         offload_inputs=config.activation_checkpoint == "offload",
     )
-    return StreamEngine(stack, loss_fn, config.optim, _clip(config, device), settings, config.precision, device)
+    clip = _clip(config, device)
+    return StreamEngine(stack, loss_fn, config.optim, clip, settings, config.precision, device, average=config.ema)
 
 
 def _clip(config: TrainConfig, device: torch.device) -> Clip:

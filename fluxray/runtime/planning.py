@@ -25,6 +25,7 @@ from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
 from fluxray.memory.speed import Hardware
 from fluxray.memory.table import reason, table
 from fluxray.metrics import measure_matrix_tflops
+from fluxray.optim.average import DTYPES
 from fluxray.optim.states import state_format
 from fluxray.runtime.blockprobe import computes_partly_again, probe_blocks
 from fluxray.runtime.stacks import Known, example, model_of
@@ -259,10 +260,13 @@ def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
 
 def _unit_sizes(config: TrainConfig, weight: torch.dtype) -> Callable[[tuple[ParameterSpec, ...]], UnitBytes]:
     eight_bit, master = config.optim.has_8_bit_moments, config.optim.master
+    average = DTYPES[config.ema.dtype] if config.ema.decay else None
 
     @cache
     def size(parameters: tuple[ParameterSpec, ...]) -> UnitBytes:
-        layout = Layout({p.name: (p.shape, state_format(p.shape, eight_bit, master, weight, p.trained)) for p in parameters})
+        layout = Layout(
+            {p.name: (p.shape, state_format(p.shape, eight_bit, master, weight, p.trained, average)) for p in parameters}
+        )
         return UnitBytes(layout.weight_bytes, layout.state_bytes, layout.trained_weight_bytes, layout.num_gradients)
 
     return size

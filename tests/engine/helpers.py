@@ -9,8 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from fluxray.config.sampling import EmaConfig
 from fluxray.config.schema import Kernel, ModelConfig, OptimConfig
+from fluxray.engine.average import Averages
 from fluxray.engine.clip import Clip, ClipMode, clip_units
+from fluxray.engine.masters import Masters
 from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm
@@ -70,6 +73,12 @@ class EngineCase:
     optim: OptimConfig = OPTIM
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kernel: Kernel | None = None
+    ema: EmaConfig = EmaConfig()
+
+
+def averages_of(masters: Masters, case: EngineCase) -> Averages | None:
+    """Return the moving averages that the case keeps."""
+    return Averages(masters, case.ema) if case.ema.decay else None
 
 
 def build_stack(case: EngineCase) -> CausalLMStack:
@@ -90,7 +99,7 @@ def sharded_engine(
         optimizer = build_by_unit(masters.named, case.optim, clip_units(stack))
     else:
         optimizer = build_sharded(masters.named, case.optim)
-    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, chunk_tokens)
+    return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, chunk_tokens, averages_of(masters, case))
 
 
 EngineFactory = Callable[[EngineCase], Engine]

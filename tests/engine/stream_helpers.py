@@ -19,7 +19,7 @@ from fluxray.optim.build import build_sharded
 from fluxray.optim.formats import dequantise, join
 from fluxray.protocols import BlockStack, Engine
 from fluxray.tasks.lm import LmTask
-from tests.engine.helpers import EIGHT_BIT, OPTIM, EngineCase, build_stack, cut, model_config
+from tests.engine.helpers import EIGHT_BIT, OPTIM, EngineCase, averages_of, build_stack, cut, model_config
 
 Sections = dict[tuple[str, str], Tensor]
 CPU = torch.device("cpu")
@@ -59,14 +59,16 @@ def stream_of(
     prepare_stream(stack, case.techniques.compile, kept_blocks, case.techniques.kept_operations)
     clip = Clip(case.clip, case.max_norm, case.device)
     settings = settings or StreamSettings()
-    return StreamEngine(stack, loss_fn, case.optim, clip, settings, case.techniques.precision, case.device, transfers)
+    precision = case.techniques.precision
+    return StreamEngine(stack, loss_fn, case.optim, clip, settings, precision, case.device, transfers, case.ema)
 
 
 def sharded_of(stack: BlockStack, loss_fn: Any, case: EngineCase) -> ShardedEngine:
     """Return the resident sharded engine on a stack; model of `case` is of no matter."""
     masters = parallelize(stack, case.techniques, case.device, None)
     clip, runtime = Clip(case.clip, case.max_norm, case.device), Runtime(case.device, case.techniques.precision, None)
-    return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, case.optim), clip, runtime)
+    averages = averages_of(masters, case)
+    return ShardedEngine(stack, loss_fn, masters, build_sharded(masters.named, case.optim), clip, runtime, averages=averages)
 
 
 def freeze(stack: BlockStack, prefixes: Sequence[str]) -> None:
