@@ -308,3 +308,18 @@ def test_single_file_of_a_language_model_is_refused(neox: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"^--format: bfl is a format of FLUX models, gpt_neox is a language model; drop it$"):
         export_run(neox, tmp_path / "out", form="bfl")
     assert not (tmp_path / "out").exists()
+
+
+def test_averages_are_exported_in_place_of_the_weights(shared: Path, tmp_path: Path) -> None:
+    run_dir = trained("gpt_neox", shared, "ema.decay=0.9")
+    export_run(run_dir, tmp_path / "averages", averaged=True)
+    weights, reader = load_file(tmp_path / "averages" / "model.safetensors"), CheckpointReader(committed(run_dir)[0])
+    for name in reader.names():
+        saved = weights[name.replace("lm_head", "embed_out")]
+        assert torch.equal(saved, reader.read("ema", name)) and not torch.equal(saved, reader.read("weights", name))
+
+
+def test_a_run_without_averages_has_none_to_export(neox: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^--ema: \S+ keeps no average of its weights; drop it, or train with ema.decay"):
+        export_run(neox, tmp_path / "out", averaged=True)
+    assert not (tmp_path / "out").exists()

@@ -281,10 +281,13 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_command_writes_a_single_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = run_of(transformer("flux2"), tmp_path / "run")
-    for options, code in ((["--format", "bfl", "--dtype", "bf16"], 0), (["--format", "gguf"], 2)):
+    cases = (("out", ["--format", "bfl", "--dtype", "bf16"], 0), ("out", ["--format", "gguf"], 2), ("averages", ["--ema"], 2))
+    for folder, options, code in cases:
         with pytest.raises(SystemExit) as ended:
-            main(["export", str(run_dir), str(tmp_path / "out"), *options])
+            main(["export", str(run_dir), str(tmp_path / folder), *options])
         assert ended.value.code == code
     said = capsys.readouterr()
     assert said.out == f"exported run to {tmp_path / 'out' / 'run.safetensors'}\n"
-    assert "'gguf' is not one of 'library', 'bfl'" in said.err and len(said.err.splitlines()) == 1
+    refused, without_average = said.err.splitlines()
+    assert "'gguf' is not one of 'library', 'bfl'" in refused
+    assert "--ema: run keeps no average of its weights" in without_average

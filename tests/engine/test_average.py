@@ -149,6 +149,16 @@ def test_a_forward_that_fails_leaves_no_trace(build: EngineFactory) -> None:
     expect_same(state_of(engine), state_of(undisturbed))
 
 
+@pytest.mark.parametrize("average", [FP32, BF16])
+def test_an_average_takes_its_bytes_of_the_host(average: EmaConfig) -> None:
+    size = 4 if average.dtype == "fp32" else 2
+    without, kept = (
+        stream_engine(case).held_bytes() for case in (EngineCase(SMALL, clip="block"), replace(PLAIN, clip="block", ema=average))
+    )
+    assert kept.host_blocks - without.host_blocks == size * (without.host_blocks // 12)  # weights and two moments
+    assert kept.outside_states - without.outside_states == size * (without.outside_states // 8)
+
+
 def test_rounded_movements_do_not_vanish() -> None:
     average = torch.ones(2**16).bfloat16()
     for step in range(100):

@@ -38,6 +38,16 @@ def test_one_that_does_not_is_printed_and_says_what_would(capsys):
     assert captured.err.endswith("fits with optim.master=stochastic\n")
 
 
+def test_moving_averages_lie_on_the_host():
+    without, kept, half = (
+        planned("neox-20b", "engine.resident_blocks=0", *words)
+        for words in ((), ("ema.decay=0.99",), ("ema.decay=0.99", "ema.dtype=bf16"))
+    )
+    in_blocks = sum(block.num_parameters for block in without.demand.spec.blocks)
+    assert kept.bytes.host["blocks"] - without.bytes.host["blocks"] == pytest.approx(4 * in_blocks, rel=1e-3)
+    assert half.bytes.host["blocks"] - without.bytes.host["blocks"] == pytest.approx(2 * in_blocks, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
