@@ -110,7 +110,8 @@ class FlowBatch:
     eps - z, both fp32 [B, T, C] and packed as the family's pipeline packs latents, T = `height` x `width` tokens. `weight` [B]
     multiplies each sample's own mean square error; 0 in a stand-in that does not count. `text` [B, L, E] fp32 or bf16; `pooled`
     [B, P], FLUX.1's, and `guidance` fp32 [B] are None for a model that reads none. `num_valid` samples count. `timestep` is the
-    sigma that all samples share in an evaluation by sigma; else None.
+    sigma that all samples share in an evaluation by sigma; else None. `mask` fp32 [B, T] multiplies each token's square error and
+    has the mean 1 in each sample; None where all tokens count alike.
     """
 
     noised: Tensor
@@ -125,6 +126,7 @@ class FlowBatch:
     num_valid: int
     key: BatchKey | None = None
     timestep: float | None = None
+    mask: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +135,8 @@ class FlowBatch:
 
     def to(self, device: torch.device) -> "FlowBatch":
         """Return a copy whose tensors are on `device`."""
-        held = {name: getattr(self, name) for name in ("noised", "target", "sigma", "weight", "text", "pooled", "guidance")}
+        names = ("noised", "target", "sigma", "weight", "text", "pooled", "guidance", "mask")
+        held = {name: getattr(self, name) for name in names}
         return replace(self, **{n: None if t is None else t.to(device, non_blocking=True) for n, t in held.items()})
 
 

@@ -36,6 +36,9 @@ class FlowTaskConfig(Section):
     )
     guidance: float = Field(default=1.0, ge=0, description="what a model is told that embeds guidance; 1 where it trains")
     caption_dropout: float = Field(default=0.0, ge=0, le=1, description="share of samples that get the empty caption")
+    masked_loss: bool = Field(
+        default=False, description="weigh each token's square error by the sample's mask, over the mask's mean; by 1 without one"
+    )
     first_loss: Literal["off", "warn", "stop"] = Field(
         default="warn", description="when the loss of step 1 is not what random or published weights have"
     )

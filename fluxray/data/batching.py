@@ -6,6 +6,8 @@ is the same global batch, in the same order, for all K, N and m of equal product
 Rows of different length are padded to the longest of their micro-batch. Where they are grouped by length, a global batch holds
 rows of similar length in ascending order, so that neighbours, which share a micro-batch, differ little.
 
+Regularisation pictures (prior preservation) make up the second half of each global batch, in an order of their own.
+
 Pictures are not padded: rows of one bucket, a resolution and a text length, stand together in a global batch, and a micro-batch
 ends where a bucket does.
 """
@@ -21,8 +23,8 @@ from torch import Tensor
 from fluxray.data.latents import FlowRow
 from fluxray.data.rows import TextRow
 from fluxray.errors import DataError
-from fluxray.protocols import IGNORE_INDEX, BatchKey, SampleId, TextBatch
-from fluxray.seeding import generator
+from fluxray.protocols import IGNORE_INDEX, BatchKey, RunState, SampleId, TextBatch
+from fluxray.seeding import derive_seed, generator
 
 T = TypeVar("T")
 
@@ -118,6 +120,24 @@ def bucketed_batches(
             f"resume it on the cache it began with"
         )
     return _draw(lambda epoch: bucketed_order(buckets, global_size, seed, epoch), global_size, epoch, position)
+
+
+def with_prior(buckets: np.ndarray, num_prior: int, global_size: int, state: RunState) -> Iterator[GlobalBatch]:
+    """Yield what `bucketed_batches` does from where `state` stands, one half of each batch from the last `num_prior` rows.
+
+    Epoch and position are those of the other rows. The `num_prior` go round and round at their own pace: as each step takes
+    equally many of them, the number of the step tells where they stand. With `num_prior` 0 there are no such rows.
+    """
+    num_own = len(buckets) - num_prior
+    if num_prior == 0:
+        yield from bucketed_batches(buckets, global_size, state.seed, state.epoch, state.position)
+        return
+    half = global_size // 2
+    epoch, position = divmod(state.step * half, num_prior)
+    own = bucketed_batches(buckets[:num_own], global_size - half, state.seed, state.epoch, state.position)
+    prior = bucketed_batches(buckets[num_own:], half, derive_seed(state.seed, "prior"), epoch, position)
+    for (samples, epoch, position), (drawn, _, _) in zip(own, prior, strict=True):
+        yield (*samples, *(SampleId(one.epoch, num_own + one.index) for one in drawn)), epoch, position
 
 
 def _draw(order_of: Callable[[int], np.ndarray], global_size: int, epoch: int, position: int) -> Iterator[GlobalBatch]:

@@ -18,7 +18,7 @@ class LatentFacts:
     `text_width` is that of a text's embedding, `pooled_width` that of FLUX.1's pooled one. `vae` and `text_encoders`, by their
     names in the pipeline, are hashes of the weights that encoded (`fluxray.data.identity`); `text_layers` the hidden states that
     FLUX.2 stacks. The dtypes are those on disk. `text_lengths` in tokens and `resolutions`, height and width in pixels, are all
-    that occur; whoever writes a cache leaves them to `finish_cache`.
+    that occur, and with `masks` some sample has one; whoever writes a cache leaves these to `finish_cache`.
     """
 
     family: Family
@@ -34,6 +34,7 @@ class LatentFacts:
     text_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     text_lengths: tuple[int, ...] = ()
     resolutions: tuple[tuple[int, int], ...] = ()
+    masks: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
@@ -56,6 +57,7 @@ class CacheNeeds:
 
     The first four are facts of the transformer. `vae`, `text_encoders` and `text_layers` are those of the pipeline whose weights
     are trained, or of another cache; `latent_statistics` those of its VAE. No other `text_lengths` and `resolutions` may occur.
+    `masks`: some sample must have one.
     """
 
     family: Family
@@ -68,6 +70,7 @@ class CacheNeeds:
     text_layers: tuple[int, ...] = ()
     text_lengths: tuple[int, ...] = ()
     resolutions: tuple[tuple[int, int], ...] = ()
+    masks: bool = False
 
     @classmethod
     def of_cache(cls, facts: LatentFacts) -> "CacheNeeds":
@@ -100,6 +103,8 @@ def check_cache(facts: LatentFacts, needs: CacheNeeds, config_key: str = "data.c
         raise ConfigError(f"{config_key}: text is of layers {layers[0]}, the model reads {layers[1]}; {remedy}")
     _check_statistics(facts, needs, f"{config_key}: ", remedy)
     _check_sizes(facts, needs, config_key)
+    if needs.masks and not facts.masks:
+        raise ConfigError(f"task.masked_loss: true, but no sample of {config_key} has a mask; encode masks, or drop the key")
 
 
 def _check_statistics(facts: LatentFacts, needs: CacheNeeds, begin: str, remedy: str) -> None:

@@ -2,8 +2,8 @@
 
     cache.json                    format version, facts, and the shards with their sizes; written last
     empty.safetensors             the embedding of no caption: `text.L` [L, E] for each text length L, and `pooled` [P]
-    shard-00000.safetensors       `KEY.latents` [T, C], `KEY.text` [L, E], `KEY.pooled` [P] of each sample; or
-    shard-00000.tar               WebDataset: `KEY.safetensors` (`latents`, `text`, `pooled`) and `KEY.json` of each sample
+    shard-00000.safetensors       `KEY.latents` [T, C], `KEY.text` [L, E], `KEY.pooled` [P], `KEY.mask` [T] of each sample; or
+    shard-00000.tar               WebDataset: `KEY.safetensors` (`latents`, `text`, ...) and `KEY.json` of each sample
     shard-00000.index.json        key, caption and size of each sample, where its tensors begin in the shard, and their CRC-32
 
 A sample is read at its offsets, so no shard is ever loaded, and both layouts are read alike. A shard counts once its index is
@@ -32,7 +32,8 @@ from fluxray.errors import DataError
 CACHE_FILE, EMPTY_FILE = "cache.json", "empty.safetensors"
 CACHE_FORMAT = 1
 SHARD_BYTES = 256 << 20
-TENSORS = ("latents", "text", "pooled")
+TENSORS = ("latents", "text", "pooled", "mask")
+"""Of a sample, in this order; the pooled text is FLUX.1's, and not every sample has a mask."""
 
 Layout = Literal["safetensors", "webdataset"]
 _SUFFIXES: Mapping[Layout, str] = {"safetensors": ".safetensors", "webdataset": ".tar"}
@@ -51,7 +52,8 @@ class LatentSample(NamedTuple):
     """An encoded picture. `key` is unique in its cache: letters, digits, `_` and `-`.
 
     `latents` [T, C] are packed row by row and normalised as `LatentFacts` says, T = height/p x width/p with p pixels per token;
-    `height` and `width` are in pixels. Tensors of any floating dtype; they are stored in that of the facts.
+    `height` and `width` are in pixels. Tensors of any floating dtype; they are stored in that of the facts. `mask` [T] in [0, 1]
+    says how much each token's error counts (`fluxray.data.masks`), None where all do alike; it is stored in fp32.
     """
 
     key: str
@@ -61,6 +63,7 @@ class LatentSample(NamedTuple):
     latents: Tensor
     text: Tensor
     pooled: Tensor | None
+    mask: Tensor | None = None
 
 
 def write_cache(
@@ -113,19 +116,20 @@ def write_shard(folder: Path, stem: str, facts: LatentFacts, samples: Sequence[L
 
 def finish_cache(folder: Path, facts: LatentFacts, empty: Sequence[TextEmbedding], names: Sequence[str]) -> None:
     """Make a cache of the shards of these file names; DataError if one is not there, or no `empty` fits a text length."""
-    shards, keys, lengths, resolutions = [], set(), set(), set()
+    shards, keys, lengths, resolutions, masks = [], set(), set(), set(), False
     for name in names:
         index = read_json(index_path(folder, name), f"data.cache: {folder / name}")
         entries = index["samples"]
         shards.append({"file": name, "bytes": index["bytes"], "num_samples": len(entries)})
         lengths |= {entry["text"][1][0] for entry in entries}
         resolutions |= {(entry["height"], entry["width"]) for entry in entries}
+        masks |= any("mask" in entry for entry in entries)
         if twice := keys & {entry["key"] for entry in entries}:
             raise DataError(f"data.cache: {name} repeats the sample {min(twice)} of another shard; give each its own key")
         keys |= {entry["key"] for entry in entries}
     if not keys:
         raise DataError(f"data.cache: {folder} gets no sample; encode at least one picture")
-    whole = replace(facts, text_lengths=tuple(sorted(lengths)), resolutions=tuple(sorted(resolutions)))
+    whole = replace(facts, text_lengths=tuple(sorted(lengths)), resolutions=tuple(sorted(resolutions)), masks=masks)
     _write_empty(folder, whole, empty)
     write_json(
         folder / CACHE_FILE,
@@ -174,7 +178,7 @@ def _parts(samples: Iterable[LatentSample], shard_bytes: int) -> Iterator[list[L
     size = 0
     for sample in samples:
         part.append(sample)
-        size += sum(tensor.nbytes for tensor in (sample.latents, sample.text, sample.pooled) if tensor is not None)
+        size += sum(tensor.nbytes for name in TENSORS if (tensor := getattr(sample, name)) is not None)
         if size >= shard_bytes:
             yield part
             part, size = [], 0
@@ -194,6 +198,8 @@ def _stored(facts: LatentFacts, sample: LatentSample) -> dict[str, Tensor]:
     wanted: dict[str, tuple[int, ...]] = {"latents": (num_tokens, facts.channels), "text": (text_length, facts.text_width)}
     if facts.pooled_width is not None:
         wanted["pooled"] = (facts.pooled_width,)
+    if sample.mask is not None:
+        wanted["mask"] = (num_tokens,)
     for name in TENSORS:
         tensor = getattr(sample, name)
         has = None if tensor is None else tuple(tensor.shape)
@@ -201,7 +207,9 @@ def _stored(facts: LatentFacts, sample: LatentSample) -> dict[str, Tensor]:
             raise DataError(f"{begin}: {name} of shape {has}, the cache's is {wanted.get(name)}; encode all with one model")
         if tensor is not None and not tensor.isfinite().all():
             raise DataError(f"{begin}: {name} has values that are not finite; encode in fp32 or bf16, or leave the picture out")
-    dtypes = {"latents": facts.latent_dtype, "text": facts.text_dtype, "pooled": facts.text_dtype}
+    if sample.mask is not None and not (sample.mask.min() >= 0 and sample.mask.max() <= 1 and sample.mask.any()):
+        raise DataError(f"{begin}: its mask is zero everywhere, or not within 0 and 1; mend the mask, or leave the picture out")
+    dtypes = {"latents": facts.latent_dtype, "text": facts.text_dtype, "pooled": facts.text_dtype, "mask": "float32"}
     return {name: _copied(getattr(sample, name), dtypes[name]) for name in wanted}
 
 

@@ -40,7 +40,8 @@ class FlowRow(NamedTuple):
     """An encoded picture with its caption.
 
     `latents` fp32 [T, C] are packed and normalised, T = `height` x `width` tokens. `text` [L, E] and `pooled` [P], FLUX.1's, have
-    the cache's dtype. `weight` of its loss: 0 in a row that stands in for none. `key` is the sample's name in its cache.
+    the cache's dtype. `weight` of its loss: 0 in a row that stands in for none. `key` is the sample's name in its cache. `mask`
+    fp32 [T] in [0, 1], not all 0: how much each token's error counts; None where all do alike.
     """
 
     latents: Tensor
@@ -50,6 +51,7 @@ class FlowRow(NamedTuple):
     pooled: Tensor | None
     weight: float = 1.0
     key: str = ""
+    mask: Tensor | None = None
 
 
 class LatentCache(Sequence[FlowRow]):
@@ -86,6 +88,8 @@ class LatentCache(Sequence[FlowRow]):
         }
         if facts.pooled_width is not None:
             shapes["pooled"] = (facts.pooled_width,)
+        if entry["mask"] >= 0:
+            shapes["mask"] = (height * width,)
         path = self.folder / self._shards[entry["shard"]]
         try:
             with path.open("rb", buffering=0) as file:
@@ -94,7 +98,8 @@ class LatentCache(Sequence[FlowRow]):
             raise DataError(f"{self._config_key}: {path} cannot be read ({error.strerror}); copy or encode it again") from None
         if crc_of(tensors.values()) != entry["crc"]:
             raise DataError(f"{self._config_key}: {path} is damaged at sample {self.key(index)}; copy or encode it again")
-        return FlowRow(tensors["latents"].float(), height, width, tensors["text"], tensors.get("pooled"), key=self.key(index))
+        row = FlowRow(tensors["latents"].float(), height, width, tensors["text"], tensors.get("pooled"), key=self.key(index))
+        return row._replace(mask=tensors.get("mask"))
 
     def key(self, index: int) -> str:
         """Return the name of a sample."""
@@ -114,8 +119,12 @@ class LatentCache(Sequence[FlowRow]):
     @cached_property
     def bucket_of(self) -> np.ndarray:
         """The bucket of each sample, numbered from 0: int64 [samples]. One bucket is one resolution and one text length."""
-        sizes = np.stack([self._entries[name] for name in ("height", "width", "length")], axis=1)
-        return np.unique(sizes, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        return np.unique(self.sizes, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Height, width and text length of each sample, in tokens: int32 [samples, 3]."""
+        return np.stack([self._entries[name] for name in ("height", "width", "length")], axis=1)
 
     @cached_property
     def row_lengths(self) -> np.ndarray:
@@ -132,7 +141,7 @@ class LatentCache(Sequence[FlowRow]):
         return LatentCache, (self.folder, self._config_key)
 
     def _dtype(self, name: str) -> torch.dtype:
-        return dtype_of(self.facts.latent_dtype if name == "latents" else self.facts.text_dtype)
+        return dtype_of({"latents": self.facts.latent_dtype, "mask": "float32"}.get(name, self.facts.text_dtype))
 
     def _open_shard(self, number: int, shard: Mapping[str, Any]) -> tuple[np.ndarray, list[bytes]]:
         path = self.folder / shard["file"]
@@ -190,10 +199,16 @@ class LatentRows(Sequence[FlowRow]):
 
 
 class LatentData(NamedTuple):
-    """What a run learns from and is judged by."""
+    """What a run learns from and is judged by, and the regularisation set, if there is one (`fluxray.data.prior`)."""
 
     train: LatentRows
     evaluation: LatentRows
+    prior: LatentRows | None = None
+
+    @property
+    def empty(self) -> Mapping[int, TextEmbedding]:
+        """The embedding of no caption at each text length to train on."""
+        return {**(self.prior.cache.empty if self.prior else {}), **self.train.cache.empty}
 
     def summary(self) -> str:
         """Return one line for the log."""
@@ -201,13 +216,17 @@ class LatentData(NamedTuple):
         sizes = ", ".join(f"{height}x{width}" for height, width in facts.resolutions[:4])
         more = ", ..." if len(facts.resolutions) > 4 else ""
         texts = ", ".join(map(str, facts.text_lengths))
+        prior = "" if self.prior is None else f", regularisation {len(self.prior):,}"
+        masks = " with masks" if facts.masks else ""
         return (
-            f"training {len(self.train):,} pictures, held out {len(self.evaluation):,}; {facts.family} latents of {sizes}{more} "
-            f"pixels, texts of {texts} tokens"
+            f"training {len(self.train):,} pictures{masks}, held out {len(self.evaluation):,}{prior}; {facts.family} latents of "
+            f"{sizes}{more} pixels, texts of {texts} tokens"
         )
 
 
-def load_latents(cache: Path, eval_cache: Path | None, eval_fraction: float, needs: CacheNeeds) -> LatentData:
+def load_latents(
+    cache: Path, eval_cache: Path | None, eval_fraction: float, needs: CacheNeeds, prior_cache: Path | None = None
+) -> LatentData:
     """Open `data.cache` and return its training and held-out rows, the latter all of `data.eval_cache` where there is one.
 
     Otherwise the share `eval_fraction` of the samples, at least one, is held out: those that come first in an order by a hash of
@@ -217,15 +236,21 @@ def load_latents(cache: Path, eval_cache: Path | None, eval_fraction: float, nee
     trained = LatentCache(cache)
     check_cache(trained.facts, needs)
     everything = np.arange(len(trained))
+    prior = None if prior_cache is None else _whole(prior_cache, trained, "data.prior_cache")
     if eval_cache is not None:
-        held_out = LatentCache(eval_cache, "data.eval_cache")
-        check_cache(held_out.facts, CacheNeeds.of_cache(trained.facts), "data.eval_cache")
-        return LatentData(LatentRows(trained, everything), LatentRows(held_out, np.arange(len(held_out))))
+        return LatentData(LatentRows(trained, everything), _whole(eval_cache, trained, "data.eval_cache"), prior)
     number = max(round(eval_fraction * len(trained)), 1)
     if number >= len(trained):
         raise DataError(f"data.eval_fraction: {eval_fraction} of {len(trained)} samples leaves none to train on; use more")
     chosen = trained.held_out_order[:number]
-    return LatentData(LatentRows(trained, np.setdiff1d(everything, chosen)), LatentRows(trained, np.sort(chosen)))
+    return LatentData(LatentRows(trained, np.setdiff1d(everything, chosen)), LatentRows(trained, np.sort(chosen)), prior)
+
+
+def _whole(folder: Path, beside: LatentCache, config_key: str) -> LatentRows:
+    """Return all rows of a cache that must be of the same model as the one `beside` it."""
+    cache = LatentCache(folder, config_key)
+    check_cache(cache.facts, CacheNeeds.of_cache(beside.facts), config_key)
+    return LatentRows(cache, np.arange(len(cache)))
 
 
 def _read_cache_file(folder: Path, config_key: str) -> dict[str, Any]:
@@ -280,6 +305,7 @@ def _fault(facts: LatentFacts, sample: Mapping[str, Any]) -> str | None:
         shape = sample[name][1] if name in sample else [None]
         if shape[-1] != width:
             return f"has {name} of width {shape[-1]}, the cache's is {width}; encode all samples with one model"
-    if sample["latents"][1][0] != num_tokens:
-        return f"has {sample['latents'][1][0]} tokens instead of {num_tokens}; encode it again"
+    for name in ("latents", "mask"):
+        if name in sample and sample[name][1][0] != num_tokens:
+            return f"has {name} of {sample[name][1][0]} tokens instead of {num_tokens}; encode it again"
     return None

@@ -12,12 +12,12 @@ import numpy as np
 from fluxray.config.schema import BatchConfig
 from fluxray.data.batching import (
     GlobalBatch,
-    bucketed_batches,
     cut_buckets,
     cut_rounds,
     global_batches,
     padding_share,
     rank_micro_batches,
+    with_prior,
     without_weight,
 )
 from fluxray.errors import DataError
@@ -59,7 +59,8 @@ class Rows(Protocol):
 class Loader:
     """The batches of one rank out of `num_ranks`; all ranks draw the same global batches and keep their share.
 
-    `grouped`: rows of similar length share a global batch; rows in buckets stand together anyway. `micro_rows` returns for a
+    `grouped`: rows of similar length share a global batch; rows in buckets stand together anyway. The last `num_prior` of the
+    rows, which are in buckets, make up half of each global batch: its second half. `micro_rows` returns for a
     step, counted from 0, how many rows of full length a micro-batch has; of shorter rows it has as many as make so many tokens.
     It is asked PREFETCHED_STEPS ahead at most.
     """
@@ -70,6 +71,7 @@ class Loader:
     rank: int
     num_ranks: int
     grouped: bool = False
+    num_prior: int = 0
     micro_rows: Callable[[int], int] | None = None
 
     def train_batches(self, state: RunState) -> Generator[MicroBatches, None, None]:
@@ -121,7 +123,7 @@ class Loader:
     def _draws(self, state: RunState) -> Iterator[GlobalBatch]:
         global_size = self.batch.micro_size * self.batch.accumulation_steps * self.num_ranks
         if self.rows.buckets is not None:
-            return bucketed_batches(self.rows.buckets, global_size, state.seed, state.epoch, state.position)
+            return with_prior(self.rows.buckets, self.num_prior, global_size, state)
         grouping = self.rows.row_lengths if self.grouped else None
         return global_batches(len(self.rows), global_size, state.seed, state.epoch, state.position, grouping)
 

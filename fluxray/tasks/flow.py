@@ -32,9 +32,24 @@ class Draw(NamedTuple):
     drops_caption: bool
 
 
-def squared_error(output_BTC: Tensor, target_BTC: Tensor, weight_B: Tensor) -> Tensor:
-    """Return the sum over samples of weight x mean square error over the sample's own elements (fp32 scalar)."""
-    return ((output_BTC.float() - target_BTC).square().flatten(1).mean(1) * weight_B).sum()
+def squared_error(output_BTC: Tensor, target_BTC: Tensor, weight_B: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    """Return the sum over samples of weight x mean square error over the sample's own elements (fp32 scalar).
+
+    A token's square errors are multiplied by its number in the mask.
+    """
+    square_BTC = (output_BTC.float() - target_BTC).square()
+    if mask_BT is not None:
+        square_BTC = square_BTC * mask_BT.unsqueeze(-1)
+    return (square_BTC.flatten(1).mean(1) * weight_B).sum()
+
+
+def mean_one_masks(rows: Sequence[FlowRow]) -> Tensor:
+    """Return each row's mask over its own mean, so that a small mask counts as much as a large one: fp32 [B, T].
+
+    With it the loss of a sample is sum of mask x square error / sum of mask; a row without a mask counts everywhere alike.
+    """
+    masks = [torch.ones(len(row.latents)) if row.mask is None else row.mask for row in rows]
+    return torch.stack([mask / mask.mean() for mask in masks])
 
 
 def draw_noise(shape: tuple[int, ...], *key: KeyPart) -> Tensor:
@@ -100,11 +115,12 @@ class FlowTask:
             width=first.width,
             num_valid=sum(row.weight > 0 for row in rows),
             key=key,
+            mask=mean_one_masks(rows) if self._config.masked_loss else None,
         )
 
     def loss_fn(self, output: Tensor, batch: FlowBatch) -> LossOutput:
         """Return the summed loss of predictions [B, T, C] and the number of samples that count."""
-        return LossOutput(self._loss(output, batch.target, batch.weight), batch.num_valid)
+        return LossOutput(self._loss(output, batch.target, batch.weight, batch.mask), batch.num_valid)
 
     def _draw(self, row: FlowRow, key: BatchKey, sample: SampleId | None) -> Draw:
         if sample is None:

@@ -16,6 +16,7 @@ import torch
 from fluxray.errors import ConfigError
 from fluxray.models.flux_facts import FluxFacts
 from fluxray.protocols import Batch, FlowBatch
+from fluxray.tasks.flow import squared_error
 
 RANDOM_SHARE = (0.8, 2.0)
 """Loss over the power of the targets, with random weights."""
@@ -102,7 +103,7 @@ def _sums(batches: Sequence[Batch]) -> tuple[float, float, int]:
         assert isinstance(batch, FlowBatch)
         counts_B = (batch.weight > 0).float()
         latents_BTC = batch.noised - batch.sigma[:, None, None] * batch.target
-        target_power += float(torch.dot(batch.weight, batch.target.square().flatten(1).mean(1)))
+        target_power += float(squared_error(torch.zeros_like(batch.target), batch.target, batch.weight, batch.mask))
         latent_power += float(torch.dot(counts_B, latents_BTC.square().flatten(1).mean(1)))
         num_valid += batch.num_valid
     return target_power, latent_power, num_valid

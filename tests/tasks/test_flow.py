@@ -27,7 +27,7 @@ def sample_of(batch: FlowBatch, place: int) -> dict[str, Tensor]:
 
 
 def test_every_tensor_of_a_batch_is_compared() -> None:
-    assert PER_SAMPLE == ["noised", "target", "sigma", "weight", "text", "pooled", "guidance"]
+    assert PER_SAMPLE == ["noised", "target", "sigma", "weight", "text", "pooled", "guidance", "mask"]
 
 
 @pytest.mark.parametrize("family", ["flux1", "flux2"])
