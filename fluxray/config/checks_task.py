@@ -8,7 +8,7 @@ from fluxray.config.encode import PIXELS_PER_TOKEN, EncodeConfig, holds_pictures
 from fluxray.config.schema import DataConfig, FlowTaskConfig, TrainConfig
 from fluxray.errors import ConfigError
 
-CACHES = ("cache", "eval_cache")
+CACHES = ("cache", "eval_cache", "prior_cache")
 ASSUMED = ("resolution", "text_tokens")
 """Keys of data by which a plan is made without a cache."""
 
@@ -95,6 +95,19 @@ def _check_assumed(data: DataConfig) -> None:
         )
 
 
+def _check_prior(config: TrainConfig, task: FlowTaskConfig) -> None:
+    if config.data.prior_cache is None:
+        if task.prior_weight != FlowTaskConfig.model_fields["prior_weight"].default:
+            raise ConfigError(
+                f"task.prior_weight: {task.prior_weight:g} has no effect without data.prior_cache; drop it or set the cache"
+            )
+    elif config.global_batch_size % 2:
+        raise ConfigError(
+            f"data.prior_cache: makes up half of each global batch, and that of {config.global_batch_size} rows has no half; set "
+            f"batch.accumulation_steps={2 * config.batch.accumulation_steps}"
+        )
+
+
 def _check_flow(config: TrainConfig, task: FlowTaskConfig) -> None:
     data, fields = config.data, DataConfig.model_fields
     for key in fields:
@@ -105,6 +118,7 @@ def _check_flow(config: TrainConfig, task: FlowTaskConfig) -> None:
     if data.eval_cache is not None and data.eval_fraction != fields["eval_fraction"].default:
         raise ConfigError("data.eval_fraction: has no effect beside data.eval_cache; set one of them")
     _check_assumed(data)
+    _check_prior(config, task)
     if config.loss.chunk_tokens is not None:
         raise ConfigError(
             f"loss.chunk_tokens: {config.loss.chunk_tokens} cuts the logits of a language model, and task.kind is flow; drop it"

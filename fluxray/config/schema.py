@@ -57,8 +57,8 @@ class StreamEngineConfig(Section):
 class DataConfig(Section):
     """Where the text comes from and how it becomes rows of tokens; for task.kind flow, the caches of latents and texts.
 
-    With flow `cache`, `eval_cache` and `eval_fraction` are the keys that count; `source` where pictures are encoded, and
-    `resolution` and `text_tokens` where a plan is made without a cache.
+    With flow `cache`, `eval_cache`, `prior_cache` and `eval_fraction` count; `source` where pictures are encoded,
+    and `resolution` and `text_tokens` where a plan is made without a cache.
     """
 
     source: str | tuple[str, ...] = Field(
@@ -87,6 +87,9 @@ class DataConfig(Section):
     cache: str | None = Field(default=None, description="flow: folder of encoded images and texts to train on")
     eval_cache: str | None = Field(
         default=None, description="flow: folder of held-out ones; without it eval_fraction of cache is held out"
+    )
+    prior_cache: str | None = Field(
+        default=None, description="flow: folder of regularisation ones, which make up half of each global batch"
     )
     resolution: int | None = Field(
         default=None,

@@ -39,6 +39,7 @@ class FlowTaskConfig(Section):
     masked_loss: bool = Field(
         default=False, description="weigh each token's square error by the sample's mask, over the mask's mean; by 1 without one"
     )
+    prior_weight: float = Field(default=1.0, gt=0, description="of the loss of samples of data.prior_cache")
     first_loss: Literal["off", "warn", "stop"] = Field(
         default="warn", description="when the loss of step 1 is not what random or published weights have"
     )

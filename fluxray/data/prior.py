@@ -5,7 +5,6 @@ its samples is multiplied by a weight, and that of the batch is the mean over al
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +16,8 @@ class RowsWithPrior(Sequence[FlowRow]):
 
     def __init__(self, own: LatentRows, prior: LatentRows, weight: float) -> None:
         self._own, self._prior, self._weight = own, prior, weight
+        sizes = np.concatenate([rows.cache.sizes[rows.indexes] for rows in (own, prior)])
+        self._buckets = np.unique(sizes, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._own) + len(self._prior)
@@ -27,11 +28,10 @@ class RowsWithPrior(Sequence[FlowRow]):
         row = self._prior[index - len(self._own)]
         return row._replace(weight=row.weight * self._weight)
 
-    @cached_property
+    @property
     def buckets(self) -> np.ndarray:
         """The bucket of each row, numbered over both sets: int64 [rows]."""
-        sizes = np.concatenate([rows.cache.sizes[rows.indexes] for rows in (self._own, self._prior)])
-        return np.unique(sizes, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        return self._buckets
 
     @property
     def row_lengths(self) -> np.ndarray:

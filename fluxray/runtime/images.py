@@ -2,13 +2,14 @@
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fluxray.config.checks_task import CACHES
 from fluxray.config.encode import PIXELS_PER_TOKEN
 from fluxray.config.schema import DataConfig, TrainConfig
 from fluxray.data.identity import with_pipeline
@@ -57,11 +58,15 @@ def cache_folder(reference: str, config_key: str = "data.cache") -> Path:
     return Path(rest if colon and kind == "path" else reference).expanduser().absolute()
 
 
-def load_images(data: DataConfig, needs: CacheNeeds) -> LatentData:
-    """Return the rows of a run. Raises DataError for a cache that cannot be read, ConfigError for another model's."""
+def load_images(data: DataConfig, needs: CacheNeeds, masked: bool = False) -> LatentData:
+    """Return the rows of a run, of which with `masked` some must have a mask.
+
+    Raises DataError for a cache that cannot be read, ConfigError for another model's.
+    """
     assert data.cache is not None, "refused by check_available"
     held_out = None if data.eval_cache is None else cache_folder(data.eval_cache, "data.eval_cache")
-    return load_latents(cache_folder(data.cache), held_out, data.eval_fraction, needs)
+    prior = None if data.prior_cache is None else cache_folder(data.prior_cache, "data.prior_cache")
+    return load_latents(cache_folder(data.cache), held_out, data.eval_fraction, replace(needs, masks=masked), prior)
 
 
 def needs_of(facts: FluxFacts) -> CacheNeeds:
@@ -98,10 +103,9 @@ def image_sizes(data: DataConfig) -> ImageSizes:
     why = ""
     if data.cache is not None:
         try:
-            caches = [LatentCache(cache_folder(data.cache))]
-            if data.eval_cache is not None:
-                caches.append(LatentCache(cache_folder(data.eval_cache, "data.eval_cache"), "data.eval_cache"))
-            return sizes_of([LatentRows(cache, np.arange(len(cache))) for cache in caches])
+            train, *others = (_rows_of(getattr(data, key), f"data.{key}") for key in CACHES)
+            assert train is not None
+            return sizes_of(train, *others)
         except DataError as error:
             why = f" ({error})"
     resolution, text_tokens = data.resolution or RESOLUTION, data.text_tokens or TEXT_TOKENS
@@ -112,13 +116,24 @@ def image_sizes(data: DataConfig) -> ImageSizes:
     )
 
 
-def sizes_of(parts: Iterable[LatentRows]) -> ImageSizes:
-    """Return the sizes of rows to train on and, behind them, of rows that are held out."""
-    buckets = [buckets_of(rows) for rows in parts]
-    largest = max((size for found in buckets for size in found), key=lambda size: size.tokens)
+def _rows_of(reference: str | None, config_key: str) -> LatentRows | None:
+    if reference is None:
+        return None
+    cache = LatentCache(cache_folder(reference, config_key), config_key)
+    return LatentRows(cache, np.arange(len(cache)))
+
+
+def sizes_of(train: LatentRows, held_out: LatentRows | None = None, prior: LatentRows | None = None) -> ImageSizes:
+    """Return the sizes of rows to train on, of those that are held out, and of a regularisation set.
+
+    A step has rows to train on and behind them rows of the set, so sizes of both count apart, but for one that all have.
+    """
+    found = {name: buckets_of(rows) for name, rows in (("train", train), ("held out", held_out), ("prior", prior)) if rows}
+    largest = max((size for sizes in found.values() for size in sizes), key=lambda size: size.tokens)
     pixels = f"{largest.height * PIXELS_PER_TOKEN}x{largest.width * PIXELS_PER_TOKEN}"
-    num = len(buckets[0])
-    of = "" if num == 1 else f", the largest of {num} sizes in data.cache"
+    drawn = [*found["train"], *found.get("prior", ())]
+    num = 1 if len(set(drawn)) == 1 else len(drawn)
+    of = "" if num == 1 else f", the largest of {len(set(drawn))} sizes in data.cache"
     return ImageSizes(largest, num, f"an image of {pixels} px and {largest.text_tokens} tokens of text{of}")
 
 

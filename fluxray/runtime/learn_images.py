@@ -1,13 +1,13 @@
 """Flow matching as the worker runs it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from fluxray.config.schema import FlowTaskConfig, TrainConfig
-from fluxray.data.latent_shards import TextEmbedding
 from fluxray.data.loader import Loader
+from fluxray.data.prior import RowsWithPrior
 from fluxray.export import MODEL_DIR
 from fluxray.metrics import count_forward_flops
 from fluxray.models.flux_facts import FluxFacts, flux_facts
@@ -36,9 +36,10 @@ COUNTED = (Size(2, 2, 4), Size(4, 2, 4), Size(2, 2, 8), Size(4, 2, 8))
 def preflight_images(config: TrainConfig) -> None:
     """Do on the driver all that can be found wrong with caches, published weights and model. Raises FluxrayError."""
     facts = flux_facts(config.model)
-    data = load_images(config.data, with_published(needs_of(facts), config.model.weights))
-    check_steps(config, sizes_of([data.train]).num_buckets)
-    _task(config, facts, data.train.cache.empty)
+    task = _flow(config)
+    data = load_images(config.data, with_published(needs_of(facts), config.model.weights), task.masked_loss)
+    check_steps(config, sizes_of(*data).num_buckets)
+    FlowTask(task, facts, data.empty, config.compile)
     expected_kernel(config, facts)
     check_techniques(config, has_dropout=False)
     refuse_misfit(config)
@@ -47,17 +48,19 @@ def preflight_images(config: TrainConfig) -> None:
 
 def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, device: torch.device) -> Learned:
     """Load data and model. Collective over all ranks."""
-    assert isinstance(config.task, FlowTaskConfig)
+    flow = _flow(config)
     facts = ranks.together(lambda: flux_facts(config.model))
-    data = ranks.together(lambda: load_images(config.data, needs_of(facts)))
-    sizes = sizes_of([data.train, data.evaluation])
+    data = ranks.together(lambda: load_images(config.data, needs_of(facts), flow.masked_loss))
+    sizes = sizes_of(*data)
     check_steps(config, sizes.num_buckets)
-    task = _task(config, facts, data.train.cache.empty)
+    task = FlowTask(flow, facts, data.empty, config.compile)
     kernel = choose_kernel(config, facts, device, context.notify if context.rank == 0 else None, sizes.largest.tokens)
     stack = build_flux(config.model, config.seed, kernel)
-    loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks)
+    rows = data.train if data.prior is None else RowsWithPrior(data.train, data.prior, flow.prior_weight)
+    num_prior = 0 if data.prior is None else len(data.prior)
+    loader = Loader(rows, task.prepare, config.batch, context.rank, context.num_ranks, num_prior=num_prior)
     validation = FlowValidation(task, loader, data.evaluation, config.evaluation.max_rows)
-    policy = config.task.first_loss
+    policy = flow.first_loss
     gate = None if policy == "off" else FirstLossGate(policy, config.model.weights is not None, ranks.gather, context.notify)
     warning = distilled_warning(facts, config.model.weights)
     keys = stack.model.to_json_string()  # before an engine changes the model's class
@@ -99,6 +102,6 @@ def _terms(size: Size) -> tuple[int, int, int, int]:
     return 1, size.height * size.width, size.text_tokens, size.tokens**2
 
 
-def _task(config: TrainConfig, facts: FluxFacts, empty: Mapping[int, TextEmbedding]) -> FlowTask:
+def _flow(config: TrainConfig) -> FlowTaskConfig:
     assert isinstance(config.task, FlowTaskConfig)
-    return FlowTask(config.task, facts, empty, config.compile)
+    return config.task

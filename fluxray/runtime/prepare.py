@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fluxray.config.checks_task import CACHES
 from fluxray.config.load import flatten, from_yaml, to_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.data.sources import absolute_reference, absolute_sources
@@ -163,7 +164,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     held_out = None if data.eval_source is None else absolute_sources(data.eval_source, "data.eval_source")
     tokenizer = None if data.tokenizer is None else absolute_reference(data.tokenizer)
     weights = None if model.weights is None else absolute_reference(model.weights)
-    caches = {key: getattr(data, key) for key in ("cache", "eval_cache")}
+    caches = {key: getattr(data, key) for key in CACHES}
     folders = {key: str(cache_folder(name, f"data.{key}")) for key, name in caches.items() if name is not None}
     sources = {"source": absolute_sources(data.source), "eval_source": held_out}
     data = data.model_copy(update={**sources, **folders, "tokenizer": tokenizer})
