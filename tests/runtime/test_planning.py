@@ -1,13 +1,24 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from fluxray import cli
 from fluxray.config.load import resolve
+from fluxray.data.batching import cut_buckets
 from fluxray.errors import ConfigError, PlanError
 from fluxray.memory import probe
 from fluxray.memory.speed import BLOCK_SHARE
+from fluxray.metrics import count_forward_flops
+from fluxray.models.flux_facts import flux_facts
+from fluxray.models.flux_stack import build_flux
 from fluxray.runtime import planning
 from fluxray.runtime.blockprobe import probe_blocks
+from fluxray.runtime.images import Size
+from fluxray.runtime.learn_images import META, flops_of_images
+from fluxray.runtime.stacks import images
+from tests.flow_caches import random_cache
 from tests.memory.helpers import planned
 
 
@@ -126,6 +137,86 @@ def test_image_models_that_diffusers_does_not_know_are_refused(words, message):
     with pytest.raises(ConfigError) as refused:
         planning.model_spec(resolve("a6000", "flux2-klein-4b", words))
     assert str(refused.value).startswith(message)
+
+
+def test_flux_fits_small_cards(capsys):
+    words = ("hardware.device_memory=24GB", "hardware.host_memory=64GiB")
+    assert run("plan", "--profile", "a6000", "--model", "flux1-dev", *words) == 0
+    captured = capsys.readouterr()
+    assert "11.9B parameters, 57 blocks" in captured.out and "images x 4,608 tokens" in captured.out
+    assert "an image          assumed: one image of 1024 px and 512 tokens of text\n" in captured.out
+    assert "logits" not in captured.out
+    small = ("data.resolution=512", "data.text_tokens=256", "hardware.device_memory=16GB")
+    assert run("plan", "--profile", "a6000", "--model", "flux2-klein-4b", *small) == 0
+    assert "an image          one image of 512 px and 256 tokens of text\n" in capsys.readouterr().out
+
+
+def cached(folder, **counts):
+    facts = {"channels": 64, "text_width": 64, "pooled_width": 32}
+    buckets = {(48, 80, 5): 3, (64, 64, 7): 2} if not counts else {(64, 64, 7): 5}
+    random_cache(folder, buckets, **facts)
+    return folder
+
+
+def test_images_are_planned_as_large_as_the_cache_has_them(tmp_path):
+    words = ("model.config.num_layers=1", "model.config.num_single_layers=1", f"data.cache={cached(tmp_path / 'several')}")
+    held_out = cached(tmp_path / "one", single=True)
+    found = planned("flux1-tiny", *words).demand
+    assert found.spec.row_tokens == 16 + 7 and found.spec.num_sizes == 2
+    assert found.spec.told == "an image of 64x64 px and 7 tokens of text, the largest of 2 sizes in data.cache"
+    alone = planned("flux1-tiny", *words[:2], f"data.cache={held_out}").demand.spec
+    assert alone.num_sizes == 1 and alone.told == "an image of 64x64 px and 7 tokens of text"
+    gone = planned("flux1-tiny", *words[:2], f"data.cache=path:{tmp_path / 'gone'}").demand.spec
+    assert gone.told.startswith("assumed: one image of 1024 px and 512 tokens of text (data.cache: ")
+
+
+@pytest.mark.parametrize(
+    ("micro_size", "steps", "workers", "num_sizes"), [(2, 3, 1, 2), (4, 2, 2, 3), (1, 4, 1, 5), (8, 1, 1, 2)]
+)
+def test_no_step_has_more_micro_batches_than_are_planned(micro_size, steps, workers, num_sizes):
+    words = [f"batch.micro_size={micro_size}", f"batch.accumulation_steps={steps}", f"resources.num_workers={workers}"]
+    config = resolve("cpu", "flux1-tiny", words)
+    bound, most = planning.most_micro_batches(config, num_sizes), 0
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        runs = np.sort(random.integers(0, num_sizes, config.global_batch_size))
+        border = random.integers(0, len(runs) + 1)
+        mixed = [*np.sort(random.permutation(runs)[:border]), *np.sort(random.permutation(runs)[border:])]
+        most = max(most, len(cut_buckets([1] * len(mixed), mixed, workers, micro_size)))
+    assert bound is not None and steps <= most <= bound
+    assert planning.most_micro_batches(config, 1) is None
+
+
+def test_mixed_steps_are_given_room_for_what_each_micro_batch_keeps():
+    words = ("precision=amp-bf16", "optim.master=fp32", "engine.kept_blocks=1", "data.resolution=64", "data.text_tokens=8")
+    one = planned("flux1-tiny", *words)
+    spec = replace(one.demand.spec, num_sizes=3)
+    several = planning.plan_run(resolve("a6000", "flux1-tiny", words), spec)
+    activations = [found.bytes.device["activations"] for found in (one, several)]
+    largest = max(unit.num_gradients for unit in one.demand.blocks)
+    assert several.demand.most_micro_batches == 6
+    assert activations[1] - activations[0] >= 5 * 2 * largest  # of each, autocast keeps a copy of the block's weights
+
+
+@pytest.mark.parametrize("model", ["flux1-tiny", "flux2-tiny"])
+def test_flops_of_images_are_counted_for_every_size(model):
+    config = resolve("cpu", model)
+    facts, stack = flux_facts(config.model), build_flux(config.model, 0, "flash")
+    flops_of = flops_of_images(stack, facts)
+    for size in (Size(3, 5, 11), Size(16, 12, 77)):
+        batch = images(facts, size, 3, META)
+        assert flops_of(batch) == pytest.approx(3 * count_forward_flops(lambda batch=batch: stack(batch, lambda out, _: out)))
+    spec = planning.model_spec(resolve("cpu", model, ["data.resolution=64", "data.text_tokens=9"]))
+    assert flops_of(images(facts, Size(4, 4, 9), 1, META)) == pytest.approx(3 * spec.forward_flops)
+
+
+@pytest.mark.parametrize("model", ["flux1-tiny", "flux2-tiny"])
+def test_blocks_of_flux_compute_as_in_training_and_are_timed(model):
+    small = ["model.config.num_attention_heads=2", "data.resolution=32", "data.text_tokens=9", "batch.micro_size=1"]
+    config = resolve("a6000", model, ["compile=false", *small])
+    spec = planning.model_spec(config)
+    rate, found = probe_blocks(config, spec, torch.device("cpu"))
+    assert 1e8 < rate < 1e13 and found == spec and len(spec.kinds) == 2
 
 
 @pytest.mark.gpu

@@ -21,6 +21,21 @@ def test_a_new_run_has_name_storage_and_absolute_paths(tmp_path, monkeypatch):
     assert not (tmp_path / "home").exists(), "nothing is written before the checks have passed"
 
 
+def test_caches_and_published_image_models_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "data.cache": "photos",
+        "data.eval_cache": "path:held/out",
+        "model.weights": "path:FLUX.1-dev",
+        "storage": str(tmp_path),
+    }
+    found = prepare(resolve("cpu", "flux1-tiny", words), "x").config
+    assert (found.data.cache, found.data.eval_cache) == (f"{tmp_path}/photos", f"{tmp_path}/held/out")
+    assert found.model.weights == f"path:{tmp_path}/FLUX.1-dev"
+    with pytest.raises(ConfigError, match=r"^data\.cache: 'hf:photos' is no folder; name one, such as data\.cache=FOLDER$"):
+        prepare(resolve("cpu", "flux1-tiny", {**words, "data.cache": "hf:photos"}), "x")
+
+
 def test_the_saved_configuration_reads_back_the_same(tmp_path):
     run = prepare(config(tmp_path), "lm-tiny")
     save_config(run)

@@ -24,6 +24,12 @@ def test_device_memory_goes_before_host_memory():
     assert "40.0 GiB" in shown.line()
 
 
+def test_images_go_before_tokens():
+    shown = Progress(2)
+    shown.update(Snapshot(1, {**METRICS, "perf/images_per_s": 9.576}, ()), 0.0)
+    assert "9.576 images/s" in shown.line() and "tokens/s" not in shown.line()
+
+
 def test_a_restart_measures_the_speed_anew():
     shown = Progress(100)
     for step, now in ((10, 0.0), (50, 4.0), (20, 60.0)):

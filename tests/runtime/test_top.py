@@ -89,6 +89,13 @@ def test_what_is_not_known_yet_is_a_dash_and_a_longer_run_counts_its_new_steps(s
     assert rows[1] == ("new", "starting", "-", "-", "-", "-", "-", "0:05 ago")
 
 
+def test_images_tell_the_time_left_of_a_run_that_learns_them(served):
+    metrics = {**METRICS, "perf/images_per_s": 16.0}
+    served(here=[mlflow_run("pictures", metrics=metrics, params={**PARAMS, "task.kind": "flow"})])
+    rows, _ = Watch(["here"]).look(NOW)
+    assert rows[0][-2] == "20:00", "300 steps of 64 images"
+
+
 def test_the_time_left_follows_what_is_seen_from_then_on(served):
     runs = [mlflow_run("first", step=100, age=3.0)]
     served(here=runs)
