@@ -85,7 +85,8 @@ def _places(plan: MemoryPlan) -> Iterator[str]:
 def _speed(plan: MemoryPlan) -> Iterator[str]:
     speed, tokens = plan.speed, plan.demand.tokens
     rows = plan.demand.rank_rows * plan.demand.num_ranks
-    rates = f"{tokens / speed.seconds:,.0f} tokens/s, {rows / speed.seconds:.3g} rows/s"
+    what = "images" if plan.demand.spec.told else "rows"
+    rates = f"{tokens / speed.seconds:,.0f} tokens/s, {rows / speed.seconds:.3g} {what}/s"
     yield f"{'speed':<18}{_seconds(speed.seconds)} a step, {rates}"
     yield f"{'bound by':<18}{_bounds(plan)}"
     share = f"{plan.hardware.block_share:.0%} of the matrix rate"
