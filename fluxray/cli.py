@@ -58,6 +58,20 @@ def train(overrides: Overrides = None, profile: Profile = None, model: Model = N
 
 
 @app.command()
+def encode(overrides: Overrides = None, profile: Profile = None, model: Model = None, verbose: Verbose = False) -> None:
+    """Encode the pictures of data.source by the pipeline of model.weights into data.cache, or bring that up to date."""
+    from fluxray.config.load import resolve
+    from fluxray.runtime.stopping import interrupt_on_sigterm
+
+    interrupt_on_sigterm()
+    config = resolve(profile, model, overrides or ())
+    with quick_imports():
+        from fluxray.runtime.encode import encode_ahead
+
+    print(encode_ahead(config, verbose=verbose).summary())
+
+
+@app.command()
 def plan(overrides: Overrides = None, profile: Profile = None, model: Model = None) -> None:
     """Print what a run would take of device, host and disk and how fast it would be; exits with 2 if it does not fit."""
     from fluxray.config.load import resolve

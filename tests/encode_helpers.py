@@ -1,11 +1,29 @@
-"""Pipelines of tiny encoders as `encode` takes them: beside the encoders the configuration of a transformer that reads them."""
+"""Pipelines of tiny encoders as `encode` takes them, folders of captioned pictures, and an encoding without Ray."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from fluxray.config.encode import EncodeConfig
 from fluxray.config.load import resolve
 from fluxray.data.latent_facts import Family
-from tests.flow_pictures import Encoders, tiny_encoders
+from fluxray.data.pictures import open_pictures
+from fluxray.models.encoders import encoder_facts
+from fluxray.tasks.encode import Encoded, Pass, encode
+from fluxray.tasks.encode_pictures import Row
+from fluxray.tasks.encode_plan import EncodeJob, make_job
+from tests.flow_pictures import TEXT_LAYERS, Encoders, pictures, tiny_encoders
+
+SETTINGS: dict[str, Any] = {
+    "resolution": 64,
+    "bucket_step": 16,
+    "min_side": 16,
+    "text_tokens": 32,
+    "batch_captions": 2,
+    "shard_bytes": 4 * 3 * 64 * 64,
+}
+"""Shards of four pictures."""
 
 
 def tiny_pipeline(family: Family, folder: Path, text_tokens: int = 32) -> Encoders:
@@ -18,3 +36,35 @@ def tiny_pipeline(family: Family, folder: Path, text_tokens: int = 32) -> Encode
     index["transformer"] = ["diffusers", config["_class_name"]]
     (folder / "model_index.json").write_text(json.dumps(index))
     return encoders
+
+
+def write_photos(folder: Path, number: int = 15) -> Path:
+    """Write a folder of real pictures of two shapes, no side above 160 pixels, with their captions in .txt files."""
+    folder.mkdir(parents=True)
+    for count, picture in enumerate(pictures()[:number]):
+        image = picture.image.convert("RGB")
+        if count % 3 == 0:
+            image = image.crop((0, 0, image.height, image.height))
+        image.thumbnail((160, 160))
+        image.save(folder / f"{picture.key}.png")
+        (folder / f"{picture.key}.txt").write_text(picture.caption)
+    return folder
+
+
+def job_of(encoders: Encoders, photos: Path, cache: Path, **settings: Any) -> EncodeJob:
+    """Return the job of encoding a folder of pictures on the CPU."""
+    layers = {"flux1": {}, "flux2": {"text_layers": TEXT_LAYERS}}[encoders.family]
+    config = EncodeConfig(**{**SETTINGS, **layers, **settings})
+    facts = encoder_facts(f"path:{encoders.folder}", config.text_tokens, config.text_layers)
+    return make_job(cache, open_pictures(f"folder:{photos}", config=config), config, facts, "float32", "cpu")
+
+
+def run_here(job: EncodeJob, wave: Pass) -> Iterator[Row]:
+    """Run a pass in this process, row by row."""
+    before, encoder, after = (stage(job) for stage in (wave.before, wave.encoder, wave.after))
+    return (after(encoder(before(row))) for row in wave.rows)
+
+
+def encode_here(job: EncodeJob, run: Any = run_here) -> Encoded:
+    """Encode in this process."""
+    return encode(job, job.pictures.refs(), run, lambda *_: None)

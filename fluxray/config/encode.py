@@ -1,9 +1,10 @@
 """How pictures become samples of a cache: which sizes they take, what is left out, and what their captions are."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from fluxray.config.quantities import SIZE
 from fluxray.config.section import Section
 
 PIXELS_PER_TOKEN = 16
@@ -50,6 +51,18 @@ class EncodeConfig(Section):
     mask: Literal["none", "file", "alpha"] = Field(
         default="none", description="what weights the loss within a picture: nothing, NAME.mask.png, or its alpha channel"
     )
+
+    text_tokens: int | None = Field(
+        default=None, ge=1, le=512, description="tokens of a text; default: 512, for FLUX.1 without guidance (schnell) 256"
+    )
+    text_layers: tuple[int, ...] | None = Field(
+        default=None, min_length=1, description="FLUX.2: hidden states that are stacked; default: those of the pipeline's class"
+    )
+    batch_captions: int = Field(default=16, ge=1, description="captions that the text encoders take at once")
+    batch_pixels: int = Field(
+        default=1 << 20, ge=1, description="pixels that the VAE takes at once; pictures that have more are taken one by one"
+    )
+    shard_bytes: Annotated[int, SIZE] = Field(default=256 << 20, gt=0, description="size of a shard, about")
 
     @property
     def resolutions(self) -> tuple[int, ...]:

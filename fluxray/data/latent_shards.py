@@ -107,7 +107,7 @@ def write_shard(folder: Path, stem: str, facts: LatentFacts, samples: Sequence[L
         places = _find_tensors(partial, layout)
         entries = [_entry(sample, tensors[sample.key], places) for sample in samples]
         num_bytes = partial.stat().st_size
-        _commit(partial, folder / name)
+        commit(partial, folder / name)
     finally:
         partial.unlink(missing_ok=True)
     write_json(index_path(folder, name), {"file": name, "bytes": num_bytes, "samples": entries})
@@ -147,7 +147,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     text = json.dumps(values)
     partial.write_text(f"{text[:-1]}{_CRC_KEY}{zlib.crc32(text.encode())}}}")
-    _commit(partial, path)
+    commit(partial, path)
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -278,10 +278,10 @@ def _write_empty(folder: Path, facts: LatentFacts, empty: Sequence[TextEmbedding
             raise DataError(f"data.cache: no embedding of an empty caption of {length} tokens; encode '' at each text length")
     partial = folder / f"{EMPTY_FILE}.{os.getpid()}.partial"
     save_file(tensors, partial)
-    _commit(partial, folder / EMPTY_FILE)
+    commit(partial, folder / EMPTY_FILE)
 
 
-def _commit(partial: Path, path: Path) -> None:
+def commit(partial: Path, path: Path) -> None:
     """Let a file appear under its name once its bytes are on disk."""
     with partial.open("rb") as file:
         os.fsync(file.fileno())

@@ -34,11 +34,12 @@ LONG_TEXT, SHORT_TEXT = 512, 256
 class EncoderFacts:
     """What the encoders of a pipeline make of a picture and its caption.
 
-    `folder` is the pipeline's, `channels` the C of packed latents, `statistics` what normalises them: `shift` and `scale`
-    (FLUX.1) or `mean` and `std` of each channel (FLUX.2). `text_layers` are the hidden states that FLUX.2 stacks, by their
-    numbers. `pooled_width` is None for FLUX.2.
+    `folder` is the pipeline's on this machine, of `reference`. `channels` is the C of packed latents, which `statistics`
+    normalise: `shift` and `scale` (FLUX.1) or `mean` and `std` of each channel (FLUX.2). `text_layers` are the hidden states
+    that FLUX.2 stacks, by their numbers. `pooled_width` is None for FLUX.2.
     """
 
+    reference: str
     folder: Path
     pipeline: str
     family: Family
@@ -76,6 +77,7 @@ def encoder_facts(reference: str, text_tokens: int | None = None, text_layers: S
     try:
         text_width, pooled_width = _text_widths(folder, family, layers)
         facts = EncoderFacts(
+            reference=reference,
             folder=folder,
             pipeline=pipeline.pipeline,
             family=family,
@@ -247,19 +249,26 @@ def _check_widths(reference: str, facts: EncoderFacts, transformer: Mapping[str,
             )
 
 
+def _folder(facts: EncoderFacts) -> Path:
+    """Return the pipeline's folder on the machine that this runs on, fetched where the hub has it and the machine has not."""
+    if not facts.folder.is_dir() and (fetched := pipeline_folder(facts.reference)) is not None:
+        return fetched
+    return facts.folder
+
+
 def _load_pipeline(facts: EncoderFacts, dtype: torch.dtype) -> Any:
     """Return the pipeline with its text encoders and tokenizers alone."""
     import diffusers
 
     cls: Any = getattr(diffusers, facts.pipeline)
-    return cls.from_pretrained(facts.folder, vae=None, transformer=None, torch_dtype=dtype, use_safetensors=True)
+    return cls.from_pretrained(_folder(facts), vae=None, transformer=None, torch_dtype=dtype, use_safetensors=True)
 
 
 def _load_vae(facts: EncoderFacts, dtype: torch.dtype) -> Any:
     import diffusers
 
     cls: Any = diffusers.AutoencoderKL if facts.family == "flux1" else diffusers.AutoencoderKLFlux2
-    vae = cls.from_pretrained(facts.folder, subfolder="vae", torch_dtype=dtype, use_safetensors=True)
+    vae = cls.from_pretrained(_folder(facts), subfolder="vae", torch_dtype=dtype, use_safetensors=True)
     vae.decoder = None
     return vae.eval()
 
