@@ -168,7 +168,8 @@ def default_text_layers(pipeline_class: str) -> tuple[int, ...]:
     """Return the numbers of the hidden states that a pipeline's class of diffusers stacks; none for FLUX.1's."""
     import diffusers
 
-    parameters = inspect.signature(getattr(diffusers, pipeline_class).encode_prompt).parameters
+    with _quiet():
+        parameters = inspect.signature(getattr(diffusers, pipeline_class).encode_prompt).parameters
     found = parameters.get("text_encoder_out_layers")
     return () if found is None else tuple(found.default)
 

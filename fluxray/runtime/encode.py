@@ -6,13 +6,15 @@ Data's own state is needed to go on after a kill.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from fluxray.config.encode import holds_pictures
 from fluxray.config.schema import TrainConfig
@@ -22,8 +24,10 @@ from fluxray.errors import ConfigError, FluxrayError, PlanError, one_line
 from fluxray.models.encoders import encoder_facts
 from fluxray.models.flux_facts import library_config
 from fluxray.runtime import cluster
+from fluxray.runtime.failure import FAILURE_FILE
 from fluxray.runtime.images import cache_folder
 from fluxray.runtime.outcome import FailedError, StoppedError
+from fluxray.runtime.paths import write_text
 from fluxray.runtime.progress import LOG_INTERVAL_S, clock
 from fluxray.tasks.encode import Encoded, Pass, Stage, encode
 from fluxray.tasks.encode_pictures import Row
@@ -31,6 +35,9 @@ from fluxray.tasks.encode_plan import EncodeJob, make_job
 
 CALLS_PER_ACTOR = 2
 """While one shard is on the device, another comes or goes."""
+
+RAYS_WORDS = "\nFailed to apply UDF transform"
+"""What Ray Data adds to the text of an error."""
 
 
 def encode_ahead(config: TrainConfig, verbose: bool = False) -> Encoded:
@@ -43,6 +50,8 @@ def encode_ahead(config: TrainConfig, verbose: bool = False) -> Encoded:
     print(f"listing the pictures of {_shown(config.data.source)}", flush=True)
     refs = job.pictures.refs()
     print(f"{len(refs):,} pictures, to be encoded by {config.model.weights} into {job.cache}", flush=True)
+    if not verbose:
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray warns of how its own actors are made
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(config.resources)
         try:
@@ -90,14 +99,14 @@ class RayPasses:
             max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
             enable_true_multi_threading=True,
         )
-        rows = ray.data.from_items(list(wave.rows), override_num_blocks=len(wave.rows))
+        rows: Any = ray.data.from_items(list(wave.rows), override_num_blocks=len(wave.rows))
         rows = rows.map(_call, fn_args=(wave.before, job), num_cpus=1)
         rows = rows.map(wave.encoder, fn_constructor_args=(job,), compute=pool, **_given(actors))
         rows = rows.map(_call, fn_args=(wave.after, job), num_cpus=0.5)
         try:
             yield from rows.iter_rows()
         except RayError as error:
-            raise _explained(error, wave.unit) from error
+            raise _explained(error, wave.unit, job.cache / FAILURE_FILE) from error
 
 
 class Progress:
@@ -106,24 +115,25 @@ class Progress:
     def __init__(self, show: Callable[[str], Any], now: Callable[[], float] = time.monotonic) -> None:
         self._show, self._now = show, now
         self._shown_at = float("-inf")
+        self._unit = ""
         self._first: tuple[int, float] | None = None
 
     def __call__(self, unit: str, num_done: int, total: int) -> None:
-        """Take in that `num_done` of `total` are done; 0 begins a pass."""
+        """Take in that `num_done` of `total` are done; another unit than before begins a pass."""
         now = self._now()
+        if unit != self._unit:
+            self._unit, self._first = unit, None
+            self._show(f"{unit}: starting encoders for {total:,}")
         if num_done == 0:
-            self._first = None
-            if total:
-                self._show(f"{unit}: starting encoders for {total:,}")
             return
         first = self._first = self._first or (num_done, now)
         if num_done < total and now - self._shown_at < LOG_INTERVAL_S:
             return
         self._shown_at = now
         parts = [f"{unit} {num_done:,}/{total:,}"]
-        if now > first[1]:
+        if now > first[1] and num_done > first[0]:
             rate = (num_done - first[0]) / (now - first[1])
-            parts += [f"{rate:,.1f}/s", f"{clock((total - num_done) / rate)} left"]
+            parts += [f"{rate:,.1f}/s", *([f"{clock((total - num_done) / rate)} left"] if num_done < total else [])]
         self._show("  ".join(parts))
 
 
@@ -165,22 +175,24 @@ def _silence(verbose: bool) -> None:
     """Leave the talking to `Progress`, unless Ray's own is wanted."""
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = verbose
+    context.raise_original_map_exception = True
     if not verbose:
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
 
 
-def _explained(error: RayError, unit: str) -> Exception:
-    """Return the fault of the user that a worker met, or one line on what went wrong there."""
-    cause: BaseException = error
-    while (inner := getattr(cause, "cause", None) or cause.__cause__) is not None and inner is not cause:
-        cause = inner
+def _explained(error: RayError, unit: str, story: Path) -> Exception:
+    """Return the fault of the user that a worker met, or one line on what went wrong there; the rest goes into a file."""
+    cause: BaseException = error.cause if isinstance(error, RayTaskError) else error
+    text = str(cause).partition(RAYS_WORDS)[0]
     if isinstance(cause, FluxrayError):
-        return type(cause)(str(cause))
-    told = one_line(cause)
+        return type(cause)(text)
+    told = one_line(Exception(text))
     if "out of memory" in told.lower():
         key = "encode.batch_pixels" if unit == "pictures" else "encode.batch_captions"
         return PlanError(f"{key}: too many for the device ({told}); lower it, or set precision=mixed-bf16")
-    return FailedError(f"encoding {unit} failed: {type(cause).__name__}: {told}; the same command goes on with it")
+    write_text(story, f"{error}\n")
+    what = f"encoding {unit} failed: {type(cause).__name__}: {told}"
+    return FailedError(f"{what}; the same command goes on with it, the whole story is in {story}")
 
 
 def _shown(source: str | tuple[str, ...]) -> str:
