@@ -72,7 +72,9 @@ def fit(size: tuple[int, int], bucket: Bucket) -> Crop:
     else:
         scale = bucket.width / width
         cut = (float(width), bucket.height / scale)
-    left, top = max((width - cut[0]) // 2, 0.0), max((height - cut[1]) // 2, 0.0)
+    left, top = max((width - cut[0]) / 2, 0.0), max((height - cut[1]) / 2, 0.0)
+    if scale == 1:  # whole pixels are copied
+        left, top = float(int(left)), float(int(top))
     return Crop((left, top, min(left + cut[0], width), min(top + cut[1], height)), scale, bucket.height, bucket.width)
 
 

@@ -14,9 +14,10 @@ Nothing is decoded whose header tells of too many pixels, or of sides that are o
 
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError, features
@@ -38,6 +39,11 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """What undoes each EXIF orientation."""
+
+_LYING = 5
+"""From this orientation on a picture lies on its side."""
+
+T = TypeVar("T")
 
 _SIGNATURES = {b"ftypheic": "HEIC", b"ftypheix": "HEIC", b"ftypmif1": "HEIF", b"<svg": "SVG", b"%PDF": "PDF", b"8BPS": "PSD"}
 
@@ -69,6 +75,16 @@ def decode(data: bytes, limits: EncodeConfig) -> Picture:
     return _guarded(data, limits, lambda opened: _picture(opened, keep_alpha=limits.mask == "alpha"))
 
 
+def header_size(data: bytes, limits: EncodeConfig) -> tuple[int, int]:
+    """Return the width and height of the upright picture without decoding it; raises Quarantined."""
+
+    def read(opened: Image.Image) -> tuple[int, int]:
+        lies = opened.format != "TIFF" and _orientation(opened) >= _LYING  # of a TIFF, Pillow has turned it already
+        return (opened.height, opened.width) if lies else opened.size
+
+    return _guarded(data, limits, read)
+
+
 def decode_mask(data: bytes, limits: EncodeConfig, size: tuple[int, int]) -> Image.Image:
     """Return a mask file as an L picture of `size` (width, height), 255 where the loss counts in full.
 
@@ -94,7 +110,7 @@ def check_size(size: tuple[int, int], limits: EncodeConfig) -> None:
         raise Quarantined("too long or too wide", f"{width} x {height}, encode.max_aspect is {limits.max_aspect:g}")
 
 
-def _guarded(data: bytes, limits: EncodeConfig, read: Callable[[Any], Picture]) -> Picture:
+def _guarded(data: bytes, limits: EncodeConfig, read: Callable[[Any], T]) -> T:
     """Return what `read` makes of the opened file; every fault becomes Quarantined."""
     _hush(limits)
     if not data:
@@ -107,8 +123,9 @@ def _guarded(data: bytes, limits: EncodeConfig, read: Callable[[Any], Picture]) 
         raise
     except UnidentifiedImageError:
         raise Quarantined("no picture", _kind_of(data)) from None
-    except Image.DecompressionBombError as error:
-        raise Quarantined("too many pixels", one_line(error)) from None
+    except Image.DecompressionBombError as error:  # far beyond the bound, and Pillow tells no width
+        number = int((re.findall(r"\d+", str(error)) or [0])[0])
+        raise Quarantined("too many pixels", f"{number:,} in all, encode.max_pixels is {limits.max_pixels:,}") from None
     except MemoryError:
         raise Quarantined("damaged", "decoding it takes more memory than there is") from None
     except Exception as error:  # noqa: BLE001 - Pillow's readers raise whatever damaged bytes lead them to
@@ -181,17 +198,24 @@ def _eight_bits(opened: Image.Image, notes: list[str]) -> Image.Image:
 
 
 def _upright(image: Image.Image, opened: Image.Image, notes: list[str]) -> Image.Image:
-    try:
-        turn = _TURNS.get(opened.getexif().get(_ORIENTATION, 1))
-    except Exception:  # noqa: BLE001 - damaged EXIF raises anything; the pixels are fine
+    orientation = _orientation(opened)
+    if orientation == 0:
         notes.append("EXIF damaged: not turned")
-        return image
+    turn = _TURNS.get(orientation)
     if turn is None:
         return image
     notes.append("turned upright")
     turned = image.transpose(turn)
     turned.info = dict(image.info)
     return turned
+
+
+def _orientation(opened: Image.Image) -> int:
+    """Return the EXIF orientation, 1 where there is none, 0 where EXIF cannot be read."""
+    try:
+        return int(opened.getexif().get(_ORIENTATION, 1))
+    except Exception:  # noqa: BLE001 - damaged EXIF raises anything; the pixels are fine
+        return 0
 
 
 def _in_srgb(image: Image.Image, opened: Image.Image, notes: list[str]) -> Image.Image:

@@ -87,6 +87,20 @@ class TarPictures:
                 raise DataError(f"{self.config_key}: {path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
+class _StrictInfo(tarfile.TarInfo):
+    """A header that is wrong or missing is a fault; tarfile by itself takes it for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> "_StrictInfo":
+        """Return the next member."""
+        try:
+            return super().fromtarfile(tarfile_)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # the block of zeros behind the last member
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+
 def tar_samples(
     file: IO[bytes], path: str, caption_key: str | None, masks: bool, with_bytes: bool
 ) -> Iterator[tuple[PictureRef, bytes | None]]:
@@ -126,7 +140,7 @@ def _members(file: IO[bytes], path: str, wanted: Callable[[str], bool], seek: bo
     """Yield the files in a tar, with their bytes where `wanted` says so of their name; Quarantined where it breaks off."""
     number = 0
     try:
-        with tarfile.open(fileobj=file, mode="r:" if seek else "r|") as tar:
+        with tarfile.open(fileobj=file, mode="r:" if seek else "r|", tarinfo=_StrictInfo) as tar:
             for info in tar:
                 number += 1
                 if not info.isfile() or posixpath.basename(info.name).startswith("."):
