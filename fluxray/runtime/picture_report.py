@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fluxray.config.encode import EncodeConfig
-from fluxray.data.crops import Bucket
+from fluxray.data.crops import Bucket, fit
 from fluxray.data.decode import Quarantined
 from fluxray.data.pictures import PictureRef, Pictures
 from fluxray.data.prepared import Prepared, prepare_picture
@@ -27,6 +27,9 @@ SHEET_PICTURES = 24
 
 LONG_WORDS = 380
 """Longer captions probably have more than 512 tokens; told where nobody counts tokens."""
+
+MOST_WORDS = 500
+"""Where the histogram of captions ends."""
 
 Tokens = Callable[[str], int]
 
@@ -151,15 +154,20 @@ def _draw_histograms(survey: Survey, found: dict[str, Any], path: Path) -> None:
     figure = _figure(13, 8)
     (buckets, reasons), (words, scales) = figure.subplots(2, 2)
     names = [f"{entry['height']}x{entry['width']}" for entry in found["buckets"]]
-    _bars(buckets, names, [entry["samples"] for entry in found["buckets"]], "samples by bucket (height x width)", "#3f7cb5")
+    _bars(
+        buckets,
+        names,
+        [entry["samples"] for entry in found["buckets"]],
+        "samples by bucket (height x width); dashed: a global batch",
+        ["#3f7cb5"] * len(names),
+    )
     if names:
-        buckets.axvline(found["global_batch"], color="black", linestyle="--", linewidth=1, label="a global batch")
-        buckets.legend(frameon=False)
+        buckets.axvline(found["global_batch"], color="black", linestyle="--", linewidth=1)
     counts = {"used": found["used"], **{reason: len(entries) for reason, entries in found["quarantined"].items()}}
-    _bars(reasons, list(counts), list(counts.values()), "pictures, used and quarantined", "#d1495b")
-    words.hist([len(one.caption.split()) for one in survey.used], bins=30, color="#7a4f9c")
-    words.set(title="words of captions", ylabel="pictures")
-    scales.hist([one.crop.scale for one in survey.used if one.crop], bins=30, color="#e0a030")
+    _bars(reasons, list(counts), list(counts.values()), "pictures, used and quarantined", ["#5b9a5b"] + ["#d1495b"] * len(counts))
+    words.hist([min(len(one.caption.split()), MOST_WORDS) for one in survey.used], bins=30, color="#7a4f9c")
+    words.set(title=f"words of captions; {MOST_WORDS} stands for all that have more", ylabel="pictures")
+    scales.hist([fit(one.size, survey.plan.bucket_of[one.key]).scale for one in survey.used], bins=30, color="#e0a030")
     scales.axvline(1, color="black", linestyle="--", linewidth=1)
     scales.set(title="scale of pictures; above 1 they are enlarged", ylabel="pictures")
     for axes in (buckets, reasons, words, scales):
@@ -167,8 +175,8 @@ def _draw_histograms(survey: Survey, found: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _bars(axes: Any, names: Sequence[str], counts: Sequence[int], title: str, colour: str) -> None:
-    axes.barh(range(len(names)), counts, color=colour)
+def _bars(axes: Any, names: Sequence[str], counts: Sequence[int], title: str, colours: Sequence[str]) -> None:
+    axes.barh(range(len(names)), counts, color=colours[: len(counts)])
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_title(title)

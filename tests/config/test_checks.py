@@ -43,6 +43,17 @@ CONTRADICTIONS = {
     ("task.kind=flow", "data.source=path:x"): (
         "data.source: is of text, and task.kind flow reads images and texts from data.cache; drop it"
     ),
+    ("task.kind=flow", "data.source=[folder:x,path:y]"): (
+        "data.source: is of text, and task.kind flow reads images and texts from data.cache; drop it"
+    ),
+    ("encode.mask=file",): "encode.mask: 'file' is of pictures, and task.kind is lm; drop it, or set task.kind=flow",
+    ("task.kind=flow", "encode.resolution=[]"): (
+        "encode.resolution: [] names no size; set one, such as encode.resolution=1024"
+    ),
+    ("task.kind=flow", "encode.resolution=[512,48]"): (
+        "encode.resolution: 48 is below encode.bucket_step 64; set encode.bucket_step=16"
+    ),
+    ("task.kind=flow", "encode.resolution=8"): "encode.resolution: 8 is below encode.bucket_step 64; set at least 16",
     ("task.kind=flow", "data.packing=false"): (
         "data.packing: is of text, and task.kind flow reads images and texts from data.cache; drop it"
     ),
@@ -164,6 +175,9 @@ CONTRADICTIONS = {
 
 NOT_YET = {
     ("task.kind=flow",): ("data.cache: null, but task.kind flow trains on encoded images and texts; set data.cache=FOLDER"),
+    ("task.kind=flow", "data.source=folder:photos", "data.cache=x"): (
+        "data.source: 'folder:photos' is what `fluxray encode` reads, training reads data.cache; drop it"
+    ),
     ("optim.master=split24", "precision=mixed-bf16"): (
         "optim.master: 'split24' saves host memory for engine.kind stream; the weights of engine.kind sharded are fp32 masters "
         "already; set optim.master=fp32"
