@@ -77,8 +77,8 @@ class CudaGraphs:
             self._told = True
             shape = tuple(_tensors(batch)[0].shape)
             self._notify(
-                f"cuda_graph: {MAX_GRAPHS} shapes have a graph each, and now comes {shape}; further shapes run without one. Texts "
-                f"have one shape with data.packing=true, images in a cache of one size"
+                f"cuda_graph: {MAX_GRAPHS} shapes have a graph each, and now comes {shape}; further shapes run without one. "
+                f"Texts have one shape with data.packing=true, images in a cache of one size"
             )
         return self._body(batch.to(self._device), divisor)
 

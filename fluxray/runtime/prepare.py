@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fluxray.config.checks_task import CACHES
+from fluxray.config.encode import holds_pictures
 from fluxray.config.load import flatten, from_yaml, to_yaml
 from fluxray.config.schema import TrainConfig
+from fluxray.data.pictures import absolute_pictures
 from fluxray.data.sources import absolute_reference, absolute_sources
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.runtime.images import cache_folder
@@ -161,11 +163,17 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     Raises DataError or ConfigError for a wrong form.
     """
     data, model = config.data, config.model
-    held_out = None if data.eval_source is None else absolute_sources(data.eval_source, "data.eval_source")
-    tokenizer = None if data.tokenizer is None else absolute_reference(data.tokenizer)
     weights = None if model.weights is None else absolute_reference(model.weights)
-    caches = {key: getattr(data, key) for key in CACHES}
-    folders = {key: str(cache_folder(name, f"data.{key}")) for key, name in caches.items() if name is not None}
-    sources = {"source": absolute_sources(data.source), "eval_source": held_out}
-    data = data.model_copy(update={**sources, **folders, "tokenizer": tokenizer})
-    return config.model_copy(update={"data": data, "model": model.model_copy(update={"weights": weights})})
+    places: dict[str, Any]
+    match config.task.kind:
+        case "lm":
+            held_out = None if data.eval_source is None else absolute_sources(data.eval_source, "data.eval_source")
+            tokenizer = None if data.tokenizer is None else absolute_reference(data.tokenizer)
+            places = {"source": absolute_sources(data.source), "eval_source": held_out, "tokenizer": tokenizer}
+        case "flow":
+            caches = {key: getattr(data, key) for key in CACHES}
+            places = {key: str(cache_folder(name, f"data.{key}")) for key, name in caches.items() if name is not None}
+            if holds_pictures(data.source):
+                places["source"] = absolute_pictures(data.source)
+    model = model.model_copy(update={"weights": weights})
+    return config.model_copy(update={"data": data.model_copy(update=places), "model": model})

@@ -27,10 +27,15 @@ def test_caches_and_published_image_models_become_absolute(tmp_path, monkeypatch
         "data.cache": "photos",
         "data.eval_cache": "path:held/out",
         "model.weights": "path:FLUX.1-dev",
+        "data.source": "folder:raw",
         "storage": str(tmp_path),
     }
-    found = prepare(resolve("cpu", "flux1-tiny", words), "x").config
+    run = prepare(resolve("cpu", "flux1-tiny", words), "x")
+    save_config(run)
+    found = from_yaml(run.run_dir / "config.yaml")
+    assert found == run.config and prepare(found, "x").resumed == {}
     assert (found.data.cache, found.data.eval_cache) == (f"{tmp_path}/photos", f"{tmp_path}/held/out")
+    assert found.data.source == (f"folder:{tmp_path}/raw",)
     assert found.model.weights == f"path:{tmp_path}/FLUX.1-dev"
     with pytest.raises(ConfigError, match=r"^data\.cache: 'hf:photos' is no folder; name one, such as data\.cache=FOLDER$"):
         prepare(resolve("cpu", "flux1-tiny", {**words, "data.cache": "hf:photos"}), "x")
