@@ -135,9 +135,18 @@ class FlowBatch:
 
     def to(self, device: torch.device) -> "FlowBatch":
         """Return a copy whose tensors are on `device`."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def split(self, num_samples: int) -> Iterator["FlowBatch"]:
+        """Yield views of at most `num_samples` samples, in order; what they share of the rest is that of the whole."""
+        for begin in range(0, len(self.noised), num_samples):
+            part = slice(begin, begin + num_samples)
+            yield replace(self._mapped(lambda tensor, part=part: tensor[part]), num_valid=len(self.noised[part]))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "FlowBatch":
         names = ("noised", "target", "sigma", "weight", "text", "pooled", "guidance", "mask")
         held = {name: getattr(self, name) for name in names}
-        return replace(self, **{n: None if t is None else t.to(device, non_blocking=True) for n, t in held.items()})
+        return replace(self, **{name: None if tensor is None else change(tensor) for name, tensor in held.items()})
 
 
 class State(NamedTuple):

@@ -39,11 +39,12 @@ SMALLEST_LOSS_SCALE = 1.0
 
 @dataclass(frozen=True)
 class Cadence:
-    """After how many steps the loop reads the device and reports, evaluates (0: only at the end) and saves."""
+    """After how many steps the loop reports, evaluates (0: only at the end), saves and samples (0: never)."""
 
     log_every: int
     eval_every: int
     save_every: int
+    sample_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Hooks:
     finished. `should_stop` is asked after each step, on every rank, and gives the same answer on all. `report` receives every
     Report, on every rank; `notify` one line for the user. `adapt` is called once a step has been queued, and returns its state
     with what it has decided for later ones. `first_loss` gets the rank's micro-batches and the loss of a run's very first step,
-    if it is finite, before anything is saved, on every rank. `terms` is what the terms of a loss are called.
+    if it is finite, before anything is saved, on every rank. `sample` draws pictures after a step. `terms` is what the terms of a
+    loss are called.
     """
 
     batches: BatchSource
@@ -69,6 +71,7 @@ class Hooks:
     notify: Callable[[str], None]
     adapt: Callable[[RunState], RunState] = lambda state: state
     first_loss: Callable[[Sequence[Batch], float], None] | None = None
+    sample: Callable[[RunState], None] | None = None
     terms: str = "tokens"
 
 
@@ -134,13 +137,15 @@ class Trainer:
                 data = next(source)
                 state = self._step(state, data)
                 stops = self._hooks.should_stop(state)
-                logs, evaluates, saves = self._due(state.step, state.step == total, stops)
-                if logs or evaluates or saves:  # also so that a pause never swallows the time of pending steps
+                logs, evaluates, saves, samples = self._due(state.step, state.step == total, stops)
+                if logs or evaluates or saves or samples:  # also so that a pause never swallows the time of pending steps
                     state = self._log(state)
                 if state.step == 1:
                     self._judge_first(data.batches)
                 if evaluates:
                     evaluated = self._evaluate(state)
+                if samples:
+                    self._sample(state)
                 if saves:
                     self._save(state)
         assert stops or state.step == total, f"the run stands at step {state.step}, {total} were planned"
@@ -152,13 +157,14 @@ class Trainer:
         path = str(self._saved.path) if self._saved else None
         return RunSummary(state.step, self._loss, evaluated.get("eval/loss"), evaluated.get("eval/perplexity"), path)
 
-    def _due(self, step: int, is_last: bool, stops: bool) -> tuple[bool, bool, bool]:
-        """Return whether to log, evaluate and save after `step`."""
+    def _due(self, step: int, is_last: bool, stops: bool) -> tuple[bool, bool, bool, bool]:
+        """Return whether to log, evaluate, save and sample after `step`."""
         cadence = self._cadence
         return (
             is_last or self._is_due(cadence.log_every, step) or (step == 1 and self._hooks.first_loss is not None),
             is_last or (not stops and self._is_due(cadence.eval_every, step)),
             is_last or stops or self._is_due(cadence.save_every, step),
+            cadence.sample_every > 0 and (is_last or (not stops and self._is_due(cadence.sample_every, step))),
         )
 
     @staticmethod
@@ -236,6 +242,14 @@ class Trainer:
             metrics = evaluate(self._engine, self._hooks.eval_batches(), self._hooks.eval_metrics)
         self._hooks.report(Report(state.step, metrics))
         return metrics
+
+    def _sample(self, state: RunState) -> None:
+        assert self._hooks.sample is not None
+        start = time.perf_counter()
+        with _doing(f"in the pictures after step {state.step}"), self._throughput.pause():
+            self._engine.flush()
+            self._hooks.sample(state)
+        self._hooks.report(Report(state.step, {"sample/seconds": time.perf_counter() - start}))
 
     def _save(self, state: RunState) -> None:
         start = time.perf_counter()

@@ -1,5 +1,6 @@
 """What no single key can know: contradictions between keys, and what a run needs beyond a plan."""
 
+from fluxray.config.checks_sampling import check_sampling
 from fluxray.config.checks_task import check_task
 from fluxray.config.mirror import check_mirror
 from fluxray.config.schema import BatchConfig, DataConfig, ProfileConfig, StreamEngineConfig, TrainConfig
@@ -16,6 +17,7 @@ def check_consistent(config: TrainConfig) -> None:
             f"{batch.accumulation_steps} x resources.num_workers {workers} = {config.global_batch_size}; set two of the three"
         )
     check_task(config)
+    check_sampling(config)
     if not data.source or data.eval_source == ():
         raise ConfigError(f"data.{'eval_source' if data.source else 'source'}: [] names no data; name some, or drop the key")
     if data.eval_source is not None and data.eval_fraction != DataConfig.model_fields["eval_fraction"].default:

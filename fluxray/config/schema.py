@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fluxray.config.encode import EncodeConfig
 from fluxray.config.quantities import RATE, SIZE
-from fluxray.config.sampling import EmaConfig
+from fluxray.config.sampling import EmaConfig, SampleConfig
 from fluxray.config.section import Section
 from fluxray.config.tasks import FlowTaskConfig, LmTaskConfig
 
@@ -301,6 +301,7 @@ class TrainConfig(Section):
     clip: ClipConfig = ClipConfig()
     train: TrainLoopConfig = TrainLoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resources: ResourcesConfig = ResourcesConfig()
     hardware: HardwareConfig = HardwareConfig()

@@ -20,6 +20,7 @@ from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.images import Size, check_steps, load_images, needs_of, sizes_of, with_published
 from fluxray.runtime.learned import Learned
 from fluxray.runtime.paths import write_text
+from fluxray.runtime.pictures import check_decoder, plan_sampling
 from fluxray.runtime.planned import refuse_misfit
 from fluxray.runtime.planning import check_techniques
 from fluxray.runtime.stacks import images
@@ -44,6 +45,9 @@ def preflight_images(config: TrainConfig) -> None:
     check_techniques(config, has_dropout=False)
     refuse_misfit(config)
     check_flux_stack(config.model)
+    sampling = plan_sampling(config, facts, data)
+    if sampling is not None:
+        check_decoder(sampling, data)
 
 
 def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, device: torch.device) -> Learned:
@@ -62,6 +66,7 @@ def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, devi
     validation = FlowValidation(task, loader, data.evaluation, config.evaluation.max_rows)
     policy = flow.first_loss
     gate = None if policy == "off" else FirstLossGate(policy, config.model.weights is not None, ranks.gather, context.notify)
+    sampling = ranks.together(lambda: plan_sampling(config, facts, data))
     warning = distilled_warning(facts, config.model.weights)
     keys = stack.model.to_json_string()  # before an engine changes the model's class
 
@@ -77,6 +82,7 @@ def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, devi
         describe=lambda run_dir: write_text(run_dir / MODEL_DIR / "config.json", keys),
         terms="images",
         first_loss=gate,
+        sampling=sampling,
         warnings=() if warning is None else (warning,),
     )
 

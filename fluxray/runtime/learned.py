@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fluxray.data.loader import Loader
 from fluxray.protocols import Batch, BlockStack, LossFn
+from fluxray.runtime.pictures import Sampling
 from fluxray.runtime.stacks import Known
 from fluxray.trainer import EvalMetrics
 
@@ -17,7 +18,7 @@ class Learned:
     `stack` is on the meta device. `eval_batches` and `eval_metrics` are the trainer's hooks, as are `first_loss` and `terms`.
     `flops_of` counts the FLOPs of a batch's forward and backward. `known` is what plans want to know of the rows; `summary` tells
     of them in one line, `warnings` of what is not as it should be. `describe` writes into a run's folder what evaluation and
-    export need beside checkpoints.
+    export need beside checkpoints. `sampling` is what pictures are made of while training.
     """
 
     stack: BlockStack
@@ -31,4 +32,5 @@ class Learned:
     describe: Callable[[Path], None]
     terms: str = "tokens"
     first_loss: Callable[[Sequence[Batch], float], None] | None = None
+    sampling: Sampling | None = None
     warnings: Sequence[str] = ()

@@ -174,7 +174,7 @@ class Sender:
             elif name == CONFIG_FILE:
                 self._client.log_text(self._run_id, masked(path.read_text(encoding="utf-8")), name)
             else:
-                self._client.log_artifact(self._run_id, str(path))
+                self._client.log_artifact(self._run_id, str(path), name.rpartition("/")[0] or None)
         except Exception as error:
             if _is_temporary(error):
                 raise

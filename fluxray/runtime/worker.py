@@ -31,6 +31,7 @@ from fluxray.runtime.learn_text import learn_text, preflight_text
 from fluxray.runtime.learned import Learned
 from fluxray.runtime.mirroring import Uploads
 from fluxray.runtime.paths import write_text
+from fluxray.runtime.pictures import Pictures
 from fluxray.runtime.planned import PLAN_FILE, plan_worker
 from fluxray.runtime.planning import describe, plan_run, policy_without_plan
 from fluxray.runtime.profiling import StepRecorder
@@ -107,6 +108,7 @@ def _train(rung: Rung, context: WorkerContext) -> RunSummary:
         return parts.ranks.any(context.heartbeat(at.step))
 
     learned = parts.learned
+    pictures = _pictures(parts, context)
     hooks = Hooks(
         batches=governing.batches(learned.loader) if governing else learned.loader.train_batches,
         eval_batches=learned.eval_batches,
@@ -118,9 +120,11 @@ def _train(rung: Rung, context: WorkerContext) -> RunSummary:
         notify=context.notify,
         adapt=governing.after_step if governing else _unchanged,
         first_loss=learned.first_loss,
+        sample=None if pictures is None else lambda at: pictures.at(at.step),
         terms=learned.terms,
     )
-    cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps)
+    sample_every = config.sample.every_steps if pictures else 0
+    cadence = Cadence(config.train.log_every, config.evaluation.every_steps, config.checkpoint.every_steps, sample_every)
     trainer = Trainer(parts.engine, hooks, cadence, parts.throughput, config.train.on_nonfinite)
     try:
         summary = trainer.fit(state)
@@ -255,6 +259,13 @@ def _govern(config: TrainConfig, parts: Parts, context: WorkerContext) -> Govern
 
     governor = parts.ranks.gather(parts.ranks.together(decide))[0]
     return Governing(governor, StepMemory(parts.device), parts.ranks, context.notify)
+
+
+def _pictures(parts: Parts, context: WorkerContext) -> Pictures | None:
+    sampling = parts.learned.sampling
+    if sampling is None:
+        return None
+    return Pictures(sampling, parts.engine, parts.device, parts.ranks, context.run_dir, context.notify, context.publish)
 
 
 def _unchanged(state: RunState) -> RunState:
