@@ -25,9 +25,10 @@ from fluxray.config.load import build, merge
 from fluxray.config.schema import BatchConfig, StreamEngineConfig, TrainConfig
 from fluxray.errors import ConfigError, DamagedCheckpointError, OutOfMemory, PlanError
 from fluxray.memory.estimate import CONTEXT_BYTES
+from fluxray.runtime.figures import is_complete
 from fluxray.runtime.outcome import FailedError
 from fluxray.runtime.paths import committed_checkpoints, write_text
-from fluxray.runtime.planning import is_complete, plan_run
+from fluxray.runtime.planning import plan_run
 from fluxray.runtime.prepare import BATCH_KEYS, again
 from fluxray.runtime.sharing import budget
 

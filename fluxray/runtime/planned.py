@@ -11,9 +11,10 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import PlanError
 from fluxray.memory.plan import MemoryPlan
 from fluxray.memory.table import summary
+from fluxray.runtime.figures import is_complete
 from fluxray.runtime.hostmemory import require_room
 from fluxray.runtime.paths import write_text
-from fluxray.runtime.planning import is_complete, model_spec, plan_run, require_fit
+from fluxray.runtime.planning import model_spec, plan_run, require_fit
 from fluxray.runtime.stacks import Known
 
 PLAN_FILE = "plan.txt"

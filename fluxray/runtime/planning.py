@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -17,17 +16,16 @@ from fluxray.engine.precision import AUTOCAST_DTYPES
 from fluxray.engine.stream_layout import Layout
 from fluxray.engine.stream_store import resident_indices
 from fluxray.errors import ConfigError, PlanError
-from fluxray.memory import probe
 from fluxray.memory.checkpointing import again_share, choose
-from fluxray.memory.estimate import FULL_CHUNK, GIB, Demand, Policy, UnitBytes
+from fluxray.memory.estimate import FULL_CHUNK, Demand, Policy, UnitBytes
 from fluxray.memory.plan import MemoryPlan, Wanted, fitting_sizes, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
 from fluxray.memory.speed import Hardware
 from fluxray.memory.table import reason, table
-from fluxray.metrics import measure_matrix_tflops
 from fluxray.optim.average import DTYPES
 from fluxray.optim.states import state_format
 from fluxray.runtime.blockprobe import computes_partly_again, probe_blocks
+from fluxray.runtime.figures import hardware
 from fluxray.runtime.stacks import Known, example, model_of
 
 MAX_SUGGESTIONS = 3
@@ -178,42 +176,6 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
     )
 
 
-def hardware(config: TrainConfig) -> Hardware:
-    """Return the figures of `hardware.*`, and where they are open this machine's, read or measured.
-
-    Raises ConfigError for a GPU's figures on a machine without one.
-    """
-    given = config.hardware
-    wants_gpu = config.resources.gpu > 0
-    missing = _open_keys(config)
-    if missing and wants_gpu and not torch.cuda.is_available():
-        keys = " ".join(f"hardware.{key}={example}" for key, example in missing.items())
-        raise ConfigError(f"hardware.{next(iter(missing))}: is open and torch finds no GPU here to ask; give {keys}")
-    device = torch.device("cuda" if wants_gpu else "cpu")
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    sources: dict[str, str] = {}
-
-    def figure(key: str, read: Callable[[], float], unit: tuple[float, str], how: str) -> float:
-        value = getattr(given, key)
-        found = read() if value is None else value
-        sources[key] = f"{found / unit[0]:.4g} {unit[1]}{'' if value is not None else f', {how}'}"
-        return found
-
-    host = figure("host_memory", lambda: psutil.virtual_memory().total, (GIB, "GiB"), "read from this machine")
-    link, bandwidth = given.link, given.memory_bandwidth
-    if wants_gpu:
-        share = min(config.resources.gpu, 1)
-        total = torch.cuda.get_device_properties
-        whole = figure("device_memory", lambda: share * total(device).total_memory, (1e9, "GB"), "read")
-        bandwidth = figure("memory_bandwidth", lambda: probe.probe_memory_bandwidth(device), (1e9, "GB/s"), "measured")
-    else:
-        whole = host
-    if wants_gpu and _uses_link(config):
-        link = figure("link", lambda: probe.probe_link(device), (1e9, "GB/s each way"), "measured")
-    tflops = figure("tflops", lambda: measure_matrix_tflops(device, dtype), (1, "TFLOPS"), "measured")
-    return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
-
-
 def _with_blocks(config: TrainConfig, found: Hardware, spec: ModelSpec, known: Known) -> tuple[Hardware, ModelSpec]:
     """Measure the model's blocks where the matrix rate of a GPU that streams was measured too."""
     measured = config.engine.kind == "stream" and config.resources.gpu > 0 and config.hardware.tflops is None
@@ -223,23 +185,6 @@ def _with_blocks(config: TrainConfig, found: Hardware, spec: ModelSpec, known: K
             sources = {**found.sources, "blocks": f"{attained / 1e12:.4g} TFLOPS, measured"}
             found = replace(found, block_share=min(attained / (found.tflops * 1e12), 1.0), sources=sources)
     return found, spec
-
-
-def is_complete(config: TrainConfig) -> bool:
-    """Return whether `hardware.*` holds every figure of the plan, so that any machine can make it."""
-    needed = {"host_memory": "", "tflops": "", **(_open_keys(config) if config.resources.gpu > 0 else {})}
-    return all(getattr(config.hardware, key) is not None for key in needed)
-
-
-def _open_keys(config: TrainConfig) -> Mapping[str, str]:
-    examples = {"device_memory": "45GB", "memory_bandwidth": "768GB/s", "tflops": "100"}
-    if _uses_link(config):
-        examples["link"] = "25GB/s"
-    return {key: example for key, example in examples.items() if getattr(config.hardware, key) is None}
-
-
-def _uses_link(config: TrainConfig) -> bool:
-    return config.engine.kind == "stream" or config.activation_checkpoint == "offload"
 
 
 def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:

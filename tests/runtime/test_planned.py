@@ -3,8 +3,8 @@ import pytest
 from fluxray.config.load import resolve
 from fluxray.errors import ConfigError, PlanError
 from fluxray.runtime import planned as module
+from fluxray.runtime.figures import is_complete
 from fluxray.runtime.planned import plan_worker, refuse_misfit
-from fluxray.runtime.planning import is_complete
 
 STREAM = ("engine.kind=stream", "activation_checkpoint=full", "hardware.tflops=0.1")
 SMALL = ("model.config.hidden_size=64", "model.config.num_hidden_layers=3", "model.config.intermediate_size=128")

@@ -216,7 +216,7 @@ def test_blocks_of_flux_compute_as_in_training_and_are_timed(model):
     config = resolve("a6000", model, ["compile=false", *small])
     spec = planning.model_spec(config)
     rate, found = probe_blocks(config, spec, torch.device("cpu"))
-    assert 1e8 < rate < 1e13 and found == spec and len(spec.kinds) == 2
+    assert 1e6 < rate < 1e13 and found == spec and len(spec.kinds) == 2
 
 
 @pytest.mark.gpu
