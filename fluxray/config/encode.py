@@ -51,6 +51,10 @@ class EncodeConfig(Section):
     mask: Literal["none", "file", "alpha"] = Field(
         default="none", description="what weights the loss within a picture: nothing, NAME.mask.png, or its alpha channel"
     )
+    report: bool = Field(
+        default=True,
+        description="decode all pictures once before any is encoded, and write what was found into data.cache/report",
+    )
 
     text_tokens: int | None = Field(
         default=None, ge=1, le=512, description="tokens of a text; default: 512, for FLUX.1 without guidance (schnell) 256"

@@ -17,7 +17,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError, features
@@ -39,11 +39,6 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """What undoes each EXIF orientation."""
-
-_LYING = 5
-"""From this orientation on a picture lies on its side."""
-
-T = TypeVar("T")
 
 _SIGNATURES = {b"ftypheic": "HEIC", b"ftypheix": "HEIC", b"ftypmif1": "HEIF", b"<svg": "SVG", b"%PDF": "PDF", b"8BPS": "PSD"}
 
@@ -75,16 +70,6 @@ def decode(data: bytes, limits: EncodeConfig) -> Picture:
     return _guarded(data, limits, lambda opened: _picture(opened, keep_alpha=limits.mask == "alpha"))
 
 
-def header_size(data: bytes, limits: EncodeConfig) -> tuple[int, int]:
-    """Return the width and height of the upright picture without decoding it; raises Quarantined."""
-
-    def read(opened: Image.Image) -> tuple[int, int]:
-        lies = opened.format != "TIFF" and _orientation(opened) >= _LYING  # of a TIFF, Pillow has turned it already
-        return (opened.height, opened.width) if lies else opened.size
-
-    return _guarded(data, limits, read)
-
-
 def decode_mask(data: bytes, limits: EncodeConfig, size: tuple[int, int]) -> Image.Image:
     """Return a mask file as an L picture of `size` (width, height), 255 where the loss counts in full.
 
@@ -110,7 +95,7 @@ def check_size(size: tuple[int, int], limits: EncodeConfig) -> None:
         raise Quarantined("too long or too wide", f"{width} x {height}, encode.max_aspect is {limits.max_aspect:g}")
 
 
-def _guarded(data: bytes, limits: EncodeConfig, read: Callable[[Any], T]) -> T:
+def _guarded(data: bytes, limits: EncodeConfig, read: Callable[[Any], Picture]) -> Picture:
     """Return what `read` makes of the opened file; every fault becomes Quarantined."""
     _hush(limits)
     if not data:

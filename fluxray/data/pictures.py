@@ -39,7 +39,8 @@ class PictureRef:
 
     `key` is unique among those listed together, and the same each time: the path within its folder, tar or row. `caption` is None
     where there is none; `fault` says why it, or the picture, cannot be read; `notes` what was unusual about reading it. `mask` is
-    the place of `NAME.mask.png`, with `encode.mask` file.
+    the place of `NAME.mask.png`, with `encode.mask` file. `bucket` (height, width) is what it is cut to, where that has been
+    decided (`fluxray.data.survey`).
     """
 
     key: str
@@ -48,6 +49,7 @@ class PictureRef:
     mask: Place | None = None
     notes: tuple[str, ...] = ()
     fault: str | None = None
+    bucket: tuple[int, int] | None = None
 
 
 Loaded = bytes | Quarantined

@@ -27,10 +27,8 @@ class Prepared(NamedTuple):
     mask: np.ndarray | None = None
 
 
-def prepare_picture(
-    pictures: Pictures, ref: PictureRef, config: EncodeConfig, bucket: Bucket | None = None, data: Loaded | None = None
-) -> Prepared:
-    """Return a picture, cut to `bucket`, or by default to the one that fits it best; raises Quarantined.
+def prepare_picture(pictures: Pictures, ref: PictureRef, config: EncodeConfig, data: Loaded | None = None) -> Prepared:
+    """Return a picture, cut to the bucket of its reference, or by default to the one that fits it best; raises Quarantined.
 
     `data` are its bytes where they were streamed; otherwise they are loaded. A picture without a mask, where `encode.mask` asks
     for one, counts in full.
@@ -43,6 +41,6 @@ def prepare_picture(
         mask = decode_mask(pictures.load_mask(ref), config, image.size)
     elif config.mask != "none" and mask is None:
         notes = (*notes, "no mask: counts in full")
-    crop = choose_crop(image.size, config) if bucket is None else fit(image.size, bucket)
+    crop = choose_crop(image.size, config) if ref.bucket is None else fit(image.size, Bucket(*ref.bucket))
     pixels = cut(image, crop)
     return Prepared(ref.key, caption, pixels, crop, image.size, (*ref.notes, *notes), None if mask is None else cut(mask, crop))

@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,9 +12,8 @@ import numpy as np
 
 from fluxray.config.encode import EncodeConfig
 from fluxray.data.bucket_plan import BucketPlan, Placed, plan_buckets
-from fluxray.data.captions import settled
-from fluxray.data.crops import Crop, choose_crop
-from fluxray.data.decode import Quarantined, header_size
+from fluxray.data.crops import Crop
+from fluxray.data.decode import Quarantined
 from fluxray.data.pictures import PictureRef, Pictures
 from fluxray.data.prepared import prepare_picture
 
@@ -22,15 +21,15 @@ from fluxray.data.prepared import prepare_picture
 class Surveyed(NamedTuple):
     """A picture that was looked at.
 
-    Usable ones have a `caption`, a `size` (width, height, upright), a `crop` and, if they were decoded, the hash of their cropped
-    pixels; others a `fault`.
+    Usable ones have a `caption`, a `size` (width, height, upright), a `crop` and the hash of their cropped pixels; others a
+    `fault`.
     """
 
     key: str
     caption: str = ""
     size: tuple[int, int] = (0, 0)
     crop: Crop | None = None
-    pixels: str | None = None
+    pixels: str = ""
     notes: tuple[str, ...] = ()
     fault: Quarantined | None = None
 
@@ -67,8 +66,7 @@ class Survey:
         """The keys of used pictures whose cropped pixels are equal, of each such set, in their order."""
         same: dict[str, list[str]] = {}
         for picture in self.used:
-            if picture.pixels is not None:
-                same.setdefault(picture.pixels, []).append(picture.key)
+            same.setdefault(picture.pixels, []).append(picture.key)
         return [keys for keys in same.values() if len(keys) > 1]
 
 
@@ -77,19 +75,17 @@ def survey(
     config: EncodeConfig,
     global_batch: int,
     num_threads: int = 1,
-    headers_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Survey:
-    """Look at all pictures, in `num_threads` threads; the result does not depend on their number.
+    """Decode all pictures, in `num_threads` threads; the result does not depend on their number.
 
-    With `headers_only` none is decoded: that is fast, and finds neither damaged pixels nor duplicates. `progress` is told how
-    many of how many are done. Raises DataError for a source without pictures.
+    `progress` is told how many of how many are done. Raises DataError for a source without pictures.
     """
     refs = pictures.refs()
 
     def look(ref: PictureRef) -> Surveyed:
         try:
-            return (_peek if headers_only else _prepare)(pictures, ref, config)
+            return _prepare(pictures, ref, config)
         except Quarantined as fault:
             return Surveyed(ref.key, notes=ref.notes, fault=fault)
 
@@ -102,6 +98,16 @@ def survey(
     return Survey(tuple(found), plan_buckets(placed, config, global_batch), pictures.ignored())
 
 
+def planned(refs: Sequence[PictureRef], plan: BucketPlan) -> list[PictureRef]:
+    """Return the references with the buckets that were planned; those that are to be repeated come again as `KEY~2`, ..."""
+    found = []
+    for ref in refs:
+        bucket = plan.bucket_of.get(ref.key)
+        found.append(replace(ref, bucket=None if bucket is None else tuple(bucket)))
+        found += [replace(found[-1], key=f"{ref.key}~{number}") for number in range(2, plan.repeats.get(ref.key, 1) + 1)]
+    return found
+
+
 def pixel_hash(pixels: np.ndarray) -> str:
     """Return a hash of a picture's shape and pixels (32 hex digits)."""
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
@@ -112,12 +118,6 @@ def pixel_hash(pixels: np.ndarray) -> str:
 def _prepare(pictures: Pictures, ref: PictureRef, config: EncodeConfig) -> Surveyed:
     ready = prepare_picture(pictures, ref, config)
     return Surveyed(ref.key, ready.caption, ready.size, ready.crop, pixel_hash(ready.pixels), ready.notes)
-
-
-def _peek(pictures: Pictures, ref: PictureRef, config: EncodeConfig) -> Surveyed:
-    caption = settled(ref.caption, ref.fault, config.no_caption)
-    size = header_size(pictures.load(ref), config)
-    return Surveyed(ref.key, caption, size, choose_crop(size, config), None, ref.notes)
 
 
 def _in_order(look: Callable[[PictureRef], Surveyed], refs: Sequence[PictureRef], num_threads: int) -> Iterator[Surveyed]:

@@ -28,6 +28,7 @@ from fluxray.runtime.failure import FAILURE_FILE
 from fluxray.runtime.images import cache_folder
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import write_text
+from fluxray.runtime.preflight import look_ahead
 from fluxray.runtime.progress import LOG_INTERVAL_S, clock
 from fluxray.tasks.encode import Encoded, Pass, Stage, encode
 from fluxray.tasks.encode_pictures import Row
@@ -50,6 +51,7 @@ def encode_ahead(config: TrainConfig, verbose: bool = False) -> Encoded:
     print(f"listing the pictures of {_shown(config.data.source)}", flush=True)
     refs = job.pictures.refs()
     print(f"{len(refs):,} pictures, to be encoded by {config.model.weights} into {job.cache}", flush=True)
+    refs = look_ahead(config, job.pictures, refs, job.cache, print)
     if not verbose:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray warns of how its own actors are made
     with cluster.session(verbose) as local_cores:

@@ -7,7 +7,9 @@ REPORT/bucket-1024x1024.png       some pictures of a bucket as they are cropped,
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ Tokens = Callable[[str], int]
 def summary(survey: Survey, count_tokens: Tokens | None = None, max_tokens: int | None = None) -> dict[str, Any]:
     """Return what `pictures.json` holds; with `count_tokens` also which captions have more than `max_tokens`, and what is cut."""
     used, plan = survey.used, survey.plan
+    pictures = Counter(plan.bucket_of[one.key] for one in used)
     return {
         "pictures": len(survey.pictures),
         "used": len(used),
@@ -53,7 +56,7 @@ def summary(survey: Survey, count_tokens: Tokens | None = None, max_tokens: int 
                 "height": bucket.height,
                 "width": bucket.width,
                 "samples": count,
-                "pictures": sum(at == bucket for at in plan.bucket_of.values()),
+                "pictures": pictures[bucket],
                 "global_batches": round(count / plan.global_batch, 3),
             }
             for bucket, count in plan.counts.items()
@@ -99,14 +102,17 @@ def write_report(
     found = summary(survey, count_tokens, max_tokens)
     write_text(folder / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     _draw_histograms(survey, found, folder / "pictures.png")
-    refs = {ref.key: ref for ref in pictures.refs()}
-    members: dict[Bucket, list[str]] = {}
-    for key, bucket in survey.plan.bucket_of.items():
-        members.setdefault(bucket, []).append(key)
-    for bucket, keys in sorted(members.items()):
-        every = math.ceil(len(keys) / SHEET_PICTURES)
-        shown = [_again(pictures, refs.get(key), config, bucket) for key in keys[::every]]
-        _draw_sheet(bucket, [one for one in shown if one], len(keys), folder / f"bucket-{bucket}.png")
+    used = {one.key for one in survey.used}
+    members: dict[Bucket, list[PictureRef]] = {}
+    for ref in pictures.refs():
+        if ref.key in used:
+            bucket = survey.plan.bucket_of[ref.key]
+            members.setdefault(bucket, []).append(replace(ref, bucket=bucket))
+    for old in folder.glob("bucket-*.png"):
+        old.unlink()
+    for bucket, refs in sorted(members.items()):
+        shown = [_again(pictures, ref, config) for ref in refs[:: math.ceil(len(refs) / SHEET_PICTURES)]]
+        _draw_sheet(bucket, [one for one in shown if one], len(refs), folder / f"bucket-{bucket}.png")
     return found
 
 
@@ -133,10 +139,10 @@ def _example(found: dict[str, Any], reason: str) -> str:
     return f"{entry['key']} ({entry['detail']})" if entry["detail"] else entry["key"]
 
 
-def _again(pictures: Pictures, ref: PictureRef | None, config: EncodeConfig, bucket: Bucket) -> Prepared | None:
+def _again(pictures: Pictures, ref: PictureRef, config: EncodeConfig) -> Prepared | None:
     """Return a picture that was surveyed; None if it has vanished or changed since."""
     try:
-        return None if ref is None else prepare_picture(pictures, ref, config, bucket)
+        return prepare_picture(pictures, ref, config)
     except Quarantined:
         return None
 

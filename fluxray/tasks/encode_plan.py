@@ -130,7 +130,13 @@ def plan_shards(job: EncodeJob, refs: Iterable[PictureRef]) -> list[Shard]:
     """Return the shards of an encoding: the pictures sorted by their keys, cut every `samples_per_shard`."""
     ordered = sorted(refs, key=lambda ref: ref.key)
     size, known = job.samples_per_shard, _read_known(job.cache)
-    rules = [job.picture_identity, job.text_identity, job.settings.model_dump(mode="json"), job.facts.to_json(), LAYOUT]
+    rules = [
+        job.picture_identity,
+        job.text_identity,
+        job.settings.model_dump(mode="json", exclude={"report"}),
+        job.facts.to_json(),
+        LAYOUT,
+    ]
     shards = []
     for number, start in enumerate(range(0, len(ordered), size)):
         part = tuple(ordered[start : start + size])
@@ -230,7 +236,7 @@ def _trace(ref: PictureRef) -> list[Any]:
         stamp: list[int] = [found.st_size, found.st_mtime_ns]
     except OSError:
         stamp = []
-    return [ref.key, ref.caption, ref.fault, place.start, place.size, stamp]
+    return [ref.key, ref.caption, ref.fault, place.start, place.size, stamp, ref.bucket]
 
 
 def _tokenizer_hash(folder: Path) -> str:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from fluxray.data.crops import choose_crop, cut
-from fluxray.data.decode import Quarantined, decode, decode_mask, header_size
+from fluxray.data.decode import Quarantined, decode, decode_mask
 from fluxray.data.pictures import open_pictures
 from fluxray.data.prepared import prepare_picture
 from fluxray.data.survey import survey
@@ -46,7 +46,7 @@ def test_it_is_used_rightly_or_quarantined_with_the_reason(file: Hostile, tmp_pa
     assert file.pixels is not None
     shown = decode(pictures.load(ref), LIMITS).image
     assert np.abs(np.asarray(shown).astype(int) - file.pixels).max() <= file.tolerance
-    assert ready.size == (WIDTH, HEIGHT) == header_size(pictures.load(ref), LIMITS)
+    assert ready.size == (WIDTH, HEIGHT)
     wanted = cut(Image.fromarray(file.pixels), choose_crop((WIDTH, HEIGHT), LIMITS))
     assert np.abs(ready.pixels.astype(int) - wanted).max() <= file.tolerance
 
@@ -74,15 +74,6 @@ def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
     assert told[0] == told[1] and surveys[0].plan == surveys[1].plan
 
 
-def test_a_survey_of_headers_places_pictures_alike(tmp_path: Path) -> None:
-    write_folder(tmp_path)()
-    pictures = open_pictures(f"folder:{tmp_path}", config=LIMITS)
-    whole, quick = (survey(pictures, LIMITS, 8, headers_only=flag) for flag in (False, True))
-    crops = {picture.key: picture.crop for picture in quick.used}
-    assert all(crops[picture.key] == picture.crop for picture in whole.used)
-    assert quick.duplicates == []
-
-
 def test_a_bomb_is_not_decoded():
     limits = LIMITS.model_copy(update={"max_pixels": 10_000})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -92,14 +83,13 @@ def test_a_bomb_is_not_decoded():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
 
 
-def test_a_limit_above_pillows_own_is_kept_to():
-    large = saved(Image.new("1", (20_000, 10_000)), "PNG")
-    limits = LIMITS.model_copy(update={"max_pixels": 250_000_000})
+def test_the_bound_on_pixels_is_the_configurations_not_pillows(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with warnings.catch_warnings(record=True) as said:
-        assert header_size(large, limits) == (20_000, 10_000)
+        assert decode(saved(rgb(), "PNG"), LIMITS).image.size == (WIDTH, HEIGHT)
     assert not said
-    with pytest.raises(Quarantined, match="max_pixels is 1,000,000"):
-        header_size(large, LIMITS)
+    with pytest.raises(Quarantined, match=r"96 x 64, encode\.max_pixels is 6,143"):
+        decode(saved(rgb(), "PNG"), LIMITS.model_copy(update={"max_pixels": WIDTH * HEIGHT - 1}))
 
 
 def test_the_colours_of_a_profile_become_srgb():
