@@ -37,6 +37,10 @@ COLUMNS = {
     "tokens_per_s": "tokens/s",
     "step_s": "step, s",
     "planned_step_s": "planned, s",
+    "images_per_s": "images or captions/s",
+    "bare_images_per_s": "bare encoder",
+    "first_shard_s": "until the first shard, s",
+    "gigabytes": "shards, GB",
     "model_tflops": "model TFLOPS",
     "card_matrix_tflops": "card's bf16 product, TFLOPS",
     "share_of_matrix_rate": "share",
@@ -97,6 +101,16 @@ def service_conclusion(rows: list[Row]) -> str:
         f"engine alone. An asynchronous save stops training for {later['blocked_s']:.1f} s; the first of a run, which takes its "
         f"memory, for {later['first_blocked_s']:.1f} s. It is durable after {later['durable_s']:.0f} s, at "
         f"{later['ratio']:.0%} of the rate of the disk."
+    )
+
+
+def encode_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of encode.json show."""
+    measured = [row for row in rows if "ratio" in row]
+    worst = min(measured, key=lambda row: row["ratio"])
+    return (
+        f"`fluxray encode`, from files to shards, keeps {worst['ratio']:.0%} or more of the rate of the bare encoder on the same "
+        f"card ({worst['model']}, {worst['note']}, has the least). Encoders have the published sizes and random weights."
     )
 
 
@@ -181,6 +195,7 @@ def prediction_conclusion(rows: list[Row]) -> str:
 
 CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "service": ("What Ray, MLflow and saving cost: flux2-seed on one GPU", service_conclusion),
+    "encode": ("Encoding ahead: pictures and captions on one GPU", encode_conclusion),
     "drill": ("Kills at random steps", drill_conclusion),
     "drill-8-workers": ("Kills at random steps, 8 workers", drill_conclusion),
     "stream": ("neox-20b (20.55B) on one GPU of at most 45 GB, sequence 2,048", stream_conclusion),

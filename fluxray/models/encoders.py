@@ -9,7 +9,7 @@ Shapes: B batch, H and W pixels, T tokens of a picture, C packed channels, L tex
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,9 @@ from fluxray.models.stored import tensors_in
 
 PACKED = 2
 """Positions of the VAE along each side of a token."""
+
+TEXT_ENCODERS: Mapping[Family, tuple[str, ...]] = {"flux1": ("text_encoder", "text_encoder_2"), "flux2": ("text_encoder",)}
+"""Components of a family's pipelines."""
 
 LONG_TEXT, SHORT_TEXT = 512, 256
 """Tokens of a text: the pipelines' own number, and what FLUX.1-schnell was made for."""
@@ -118,23 +121,21 @@ class TextEncoder:
         return Texts(text, None)
 
     def num_cut(self, caption: str) -> int:
-        """Return how many tokens of a caption are cut; for FLUX.1 those of T5, since CLIP gives one vector of any caption."""
+        """Return how many tokens of a caption are cut."""
         with _quiet():
-            return max(self._num_tokens(caption) - self.facts.text_tokens, 0)
+            return max(_num_tokens(self.pipeline, caption) - self.facts.text_tokens, 0)
 
-    def _num_tokens(self, caption: str) -> int:
-        pipeline = self.pipeline
-        if self.facts.family == "flux1":
-            return len(pipeline.tokenizer_2(caption).input_ids)
-        if hasattr(pipeline, "system_message"):
-            from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
-            messages = format_input([caption], pipeline.system_message)
-            ids = pipeline.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-            return len(ids[0])
-        turns = [{"role": "user", "content": caption}]
-        template = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        return len(pipeline.tokenizer(pipeline.tokenizer.apply_chat_template(turns, **template)).input_ids)
+def token_counter(facts: EncoderFacts) -> Callable[[str], int]:
+    """Return what counts the tokens of a caption, its template included, without the weights of any encoder."""
+    with _quiet():
+        pipeline = _load_pipeline(facts, torch.float32, **dict.fromkeys(TEXT_ENCODERS[facts.family]))
+
+    def count(caption: str) -> int:
+        with _quiet():
+            return _num_tokens(pipeline, caption)
+
+    return count
 
 
 class VaeEncoder:
@@ -250,6 +251,20 @@ def _check_widths(reference: str, facts: EncoderFacts, transformer: Mapping[str,
             )
 
 
+def _num_tokens(pipeline: Any, caption: str) -> int:
+    """Return how many tokens a pipeline makes of a caption before it cuts; FLUX.1's are T5's, CLIP gives one vector of any."""
+    if hasattr(pipeline, "tokenizer_2"):
+        return len(pipeline.tokenizer_2(caption).input_ids)
+    if hasattr(pipeline, "system_message"):
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        messages = format_input([caption], pipeline.system_message)
+        return len(pipeline.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"][0])
+    turns = [{"role": "user", "content": caption}]
+    template = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    return len(pipeline.tokenizer(pipeline.tokenizer.apply_chat_template(turns, **template)).input_ids)
+
+
 def _folder(facts: EncoderFacts) -> Path:
     """Return the pipeline's folder on the machine that this runs on, fetched where the hub has it and the machine has not."""
     if not facts.folder.is_dir() and (fetched := pipeline_folder(facts.reference)) is not None:
@@ -257,12 +272,12 @@ def _folder(facts: EncoderFacts) -> Path:
     return facts.folder
 
 
-def _load_pipeline(facts: EncoderFacts, dtype: torch.dtype) -> Any:
-    """Return the pipeline with its text encoders and tokenizers alone."""
+def _load_pipeline(facts: EncoderFacts, dtype: torch.dtype, **parts: None) -> Any:
+    """Return the pipeline with its text encoders and tokenizers alone, and without `parts`."""
     import diffusers
 
     cls: Any = getattr(diffusers, facts.pipeline)
-    return cls.from_pretrained(_folder(facts), vae=None, transformer=None, torch_dtype=dtype, use_safetensors=True)
+    return cls.from_pretrained(_folder(facts), vae=None, transformer=None, torch_dtype=dtype, use_safetensors=True, **parts)
 
 
 def _load_vae(facts: EncoderFacts, dtype: torch.dtype) -> Any:
@@ -285,13 +300,21 @@ def _shorten(model: Any, last: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what diffusers and transformers say of cut captions and parts that are left out: the report tells the first."""
+    """Silence what diffusers and transformers say of cut captions and parts that are left out, and their bars of progress."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "bitsandbytes.backends.cpu.ops")]
-    before = [logger.level for logger in loggers]
+    levels = [logger.level for logger in loggers]
+    with_bars = [library for library in (of_diffusers, of_transformers) if library.is_progress_bar_enabled()]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
+    for library in with_bars:
+        library.disable_progress_bar()
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for library in with_bars:
+            library.enable_progress_bar()
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from ray.exceptions import RayError, RayTaskError
 from fluxray.config.encode import holds_pictures
 from fluxray.config.schema import TrainConfig
 from fluxray.data.pictures import open_pictures
-from fluxray.data.sources import absolute_reference
 from fluxray.errors import ConfigError, FluxrayError, PlanError, one_line
-from fluxray.models.encoders import encoder_facts
+from fluxray.models.encoders import encoder_facts, token_counter
 from fluxray.models.flux_facts import library_config
 from fluxray.runtime import cluster
 from fluxray.runtime.failure import FAILURE_FILE
@@ -29,8 +29,9 @@ from fluxray.runtime.images import cache_folder
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.preflight import look_ahead
+from fluxray.runtime.prepare import absolute_paths
 from fluxray.runtime.progress import LOG_INTERVAL_S, clock
-from fluxray.tasks.encode import Encoded, Pass, Stage, encode
+from fluxray.tasks.encode import Encoded, Pass, Stage, Watch, encode, is_up_to_date
 from fluxray.tasks.encode_pictures import Row
 from fluxray.tasks.encode_plan import EncodeJob, make_job
 
@@ -41,25 +42,38 @@ RAYS_WORDS = "\nFailed to apply UDF transform"
 """What Ray Data adds to the text of an error."""
 
 
-def encode_ahead(config: TrainConfig, verbose: bool = False) -> Encoded:
-    """Encode the pictures of `data.source` into `data.cache`, or bring that up to date; prints how it goes.
+def encode_ahead(config: TrainConfig, verbose: bool = False, watch: Watch | None = None) -> Encoded:
+    """Encode the pictures of `data.source` into `data.cache`, or bring that up to date.
 
-    Raises FluxrayError for the user's faults, FailedError, StoppedError.
+    How it goes is told to `watch`, by default printed. Raises FluxrayError for the user's faults, FailedError, StoppedError.
     """
-    job = prepare(config)
+    config = absolute_paths(config)
+    job, watch = prepare(config), watch or Progress(print)
     cluster.check_machine(config.resources)
     print(f"listing the pictures of {_shown(config.data.source)}", flush=True)
     refs = job.pictures.refs()
     print(f"{len(refs):,} pictures, to be encoded by {config.model.weights} into {job.cache}", flush=True)
-    refs = look_ahead(config, job.pictures, refs, job.cache, print)
+    if not is_up_to_date(job, refs):
+        refs = look_ahead(config, job.pictures, refs, job.cache, print, partial(_counter, job))
+    if is_up_to_date(job, refs):
+        return encode(job, refs, _nothing, watch)
     if not verbose:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray warns of how its own actors are made
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(config.resources)
         try:
-            return encode(job, refs, RayPasses(config, local_cores, verbose), Progress(print))
+            return encode(job, refs, RayPasses(config, local_cores, verbose), watch)
         except (KeyboardInterrupt, SystemExit):
             raise StoppedError("encoding was stopped; the same command goes on with it") from None
+
+
+def _counter(job: EncodeJob) -> tuple[Callable[[str], int], int]:
+    """Return what counts the tokens of a caption, and how many of them are encoded."""
+    return token_counter(job.encoders), job.encoders.text_tokens
+
+
+def _nothing(*_: Any) -> Iterator[Row]:
+    raise AssertionError("a cache that is up to date needs no pass")
 
 
 def prepare(config: TrainConfig) -> EncodeJob:
@@ -72,7 +86,7 @@ def prepare(config: TrainConfig) -> EncodeJob:
         cache_folder(config.data.cache),
         open_pictures(config.data.source, config=settings),
         settings,
-        encoder_facts(absolute_reference(weights), settings.text_tokens, settings.text_layers),
+        encoder_facts(weights, settings.text_tokens, settings.text_layers),
         "float32" if config.precision == "fp32" else "bfloat16",
         "cuda" if config.resources.gpu > 0 else "cpu",
     )

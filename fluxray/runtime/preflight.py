@@ -9,7 +9,7 @@ from typing import Any
 from fluxray.config.schema import TrainConfig
 from fluxray.data.pictures import PictureRef, Pictures
 from fluxray.data.survey import planned, survey
-from fluxray.runtime.picture_report import describe, write_report
+from fluxray.runtime.picture_report import Tokens, describe, write_report
 from fluxray.runtime.progress import LOG_INTERVAL_S, clock
 
 REPORT_FOLDER = "report"
@@ -17,12 +17,17 @@ REPORT_FOLDER = "report"
 
 
 def look_ahead(
-    config: TrainConfig, pictures: Pictures, refs: list[PictureRef], cache: Path, show: Callable[[str], Any]
+    config: TrainConfig,
+    pictures: Pictures,
+    refs: list[PictureRef],
+    cache: Path,
+    show: Callable[[str], Any],
+    counter: Callable[[], tuple[Tokens, int]] | None = None,
 ) -> list[PictureRef]:
     """Return the references as they are to be encoded: with buckets and repetitions, where `encode.small_buckets` asks for them.
 
     With `encode.report` the report goes into the cache's folder and its lines to `show`. Without it pictures are looked at only
-    where buckets depend on their number.
+    where buckets depend on their number. `counter` gives what counts the tokens of a caption, and how many are not cut.
     """
     settings = config.encode
     if not settings.report and settings.small_buckets == "keep":
@@ -30,7 +35,8 @@ def look_ahead(
     watch = _Watch(show)
     found = survey(pictures, settings, config.global_batch_size, _num_threads(), watch)
     if settings.report:
-        told = write_report(cache / REPORT_FOLDER, found, pictures, settings)
+        count_tokens, max_tokens = (None, None) if counter is None else counter()
+        told = write_report(cache / REPORT_FOLDER, found, pictures, settings, count_tokens, max_tokens)
         for line in (*describe(told), f"report: {cache / REPORT_FOLDER}"):
             show(line)
     return refs if settings.small_buckets == "keep" else planned(refs, found.plan)

@@ -92,6 +92,12 @@ class Encoded:
         return ("pictures", self.pictures), ("captions", self.captions)
 
 
+def is_up_to_date(job: EncodeJob, refs: Iterable[PictureRef]) -> bool:
+    """Return whether the cache is what an encoding would make it."""
+    shards = plan_shards(job, refs)
+    return all(is_done(job, shard) for shard in shards) and _names_in(job.cache) == _names(job, shards)
+
+
 def encode(job: EncodeJob, refs: Iterable[PictureRef], run: Run, watch: Watch) -> Encoded:
     """Encode pictures into the cache of the job, or bring the cache up to date with them.
 

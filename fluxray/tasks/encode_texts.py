@@ -17,11 +17,8 @@ from fluxray.data.latent_shards import LatentSample, TextEmbedding, write_json, 
 from fluxray.models.encoders import TextEncoder
 from fluxray.tasks.encode_pictures import (
     Row,
-    as_bytes,
-    of_bytes,
     read_told,
     synchronise,
-    to_host,
     waiting_file,
     write_waiting,
 )
@@ -56,31 +53,32 @@ class CaptionEncoder:
         self.job, self._encoder, self._lock = job, None, threading.Lock()
 
     def __call__(self, row: Row) -> Row:
-        """Return the row with the embedding of each caption and the number of its tokens that were cut."""
+        """Return the row with the embeddings of its captions: bf16 as int16, `text` [N, L, E] and `pooled` [N, P]."""
         captions: list[str] = json.loads(row["captions"])
         with self._lock:
-            found, num_cut = self._embed(captions)
-        tensors = {f"{name}.{number}": tensor for number, of in enumerate(found) for name, tensor in of.items()}
-        return {
-            "shard": row["shard"],
-            "captions": json.dumps(list(zip(captions, num_cut, strict=True))),
-            "tensors": as_bytes(tensors),
-        }
+            texts, num_cut = self._embed(captions)
+        arrays = {name: tensor.view(torch.int16).numpy() for name, tensor in texts.items()}
+        return {"shard": row["shard"], "captions": json.dumps(list(zip(captions, num_cut, strict=True))), **arrays}
 
-    def _embed(self, captions: Sequence[str]) -> tuple[list[dict[str, Tensor]], list[int]]:
-        if not captions:
-            return [], []
-        if self._encoder is None:
-            self._encoder = TextEncoder(self.job.encoders, getattr(torch, self.job.dtype), torch.device(self.job.device))
-        found: list[dict[str, Tensor]] = []
+    def _embed(self, captions: Sequence[str]) -> tuple[dict[str, Tensor], list[int]]:
+        """Return the embeddings on the host, and how many tokens of each caption are cut."""
+        encoders = self.job.encoders
+        shapes = {"text": (encoders.text_tokens, encoders.text_width), "pooled": (encoders.pooled_width or 0,)}
+        on_device = self.job.device == "cuda"
+        found = {
+            name: torch.empty((len(captions), *shape), dtype=torch.bfloat16, pin_memory=on_device and len(captions) > 0)
+            for name, shape in shapes.items()
+        }
+        num_cut: list[int] = []
         size = self.job.settings.batch_captions
-        num_cut = []
         for start in range(0, len(captions), size):
+            if self._encoder is None:
+                self._encoder = TextEncoder(encoders, getattr(torch, self.job.dtype), torch.device(self.job.device))
             part = captions[start : start + size]
             texts = self._encoder.embed([*part, *[""] * (size - len(part))])  # one shape for all: a caption has one embedding
-            stored = {"text": texts.text, **({} if texts.pooled is None else {"pooled": texts.pooled})}
-            on_host = {name: to_host(tensor[: len(part)].to(torch.bfloat16)) for name, tensor in stored.items()}
-            found += [{name: tensor[index] for name, tensor in on_host.items()} for index in range(len(part))]
+            for name, tensor in zip(found, texts, strict=True):
+                if tensor is not None:
+                    found[name][start : start + len(part)].copy_(tensor[: len(part)], non_blocking=True)
             num_cut += [self._encoder.num_cut(caption) for caption in part]
         synchronise(self.job)
         return found, num_cut
@@ -138,11 +136,10 @@ def read_empty(job: EncodeJob) -> TextEmbedding:
 
 def _embedded(row: Row) -> dict[str, tuple[dict[str, Tensor], int]]:
     """Return the embedding of each caption that was embedded now, and how many of its tokens were cut."""
-    tensors = of_bytes(row["tensors"])
     found = {}
     for number, (caption, num_cut) in enumerate(json.loads(row["captions"])):
-        of_caption = {name: tensors[f"{name}.{number}"] for name in TEXT_TENSORS if f"{name}.{number}" in tensors}
-        found[caption] = (of_caption, num_cut)
+        arrays = {name: row[name][number] for name in TEXT_TENSORS if row[name].shape[-1]}
+        found[caption] = ({name: torch.from_numpy(array.copy()).view(torch.bfloat16) for name, array in arrays.items()}, num_cut)
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fluxray.errors import ConfigError
-from fluxray.models.encoders import TextEncoder, VaeEncoder, default_text_layers, encoder_facts
+from fluxray.models.encoders import TextEncoder, VaeEncoder, default_text_layers, encoder_facts, token_counter
 from fluxray.seeding import derive_seed
 from tests.encode_helpers import tiny_pipeline
 from tests.flow_pictures import TEXT_LAYERS, Encoders, pictures
@@ -47,6 +47,7 @@ def test_texts_are_those_of_encode_prompt(encoders):
     assert made.text.equal(text)
     assert made.pooled is None if encoders.family == "flux2" else made.pooled is not None and made.pooled.equal(rest[0])
     assert [encoder.num_cut(caption) > 0 for caption in captions] == [False] * 4 + [True]
+    assert token_counter(facts_of(encoders))(captions[-1]) == 32 + encoder.num_cut(captions[-1])
 
 
 @flux2_alone

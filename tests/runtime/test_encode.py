@@ -138,9 +138,10 @@ def test_on_ray_an_encoding_that_was_killed_ends_with_the_bytes_of_one_without_r
         told = capsys.readouterr().out.splitlines()
         assert told[1].startswith(f"6 pictures, to be encoded by path:{encoders.folder} into {cache}")
         assert told[-1].startswith(f"{cache}: 6 samples in 2 shards") and "7 captions at" in told[-1]
-        assert encode_ahead(config).captions == 0
+        assert (cache / "report" / "pictures.png").stat().st_size > 0
         job = job_of(encoders, photos, tmp_path / "other")
         passes = RayPasses(config, None, verbose=False)
         with pytest.raises(FailedError, match=r"^encoding pictures failed: RuntimeError: something else; the same command goes"):
             list(passes(job, Pass("pictures", [{"shard": None}], Broken, ReadPictures, WriteLatents)))
         assert "something" in (job.cache / "failure.txt").read_text()
+    assert encode_ahead(config).captions == 0, "nothing is to be encoded, and Ray is not started"

@@ -13,13 +13,17 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from fluxray.config.schema import BatchConfig
+from fluxray.data.bucket_plan import BucketPlan
+from fluxray.data.crops import Bucket
 from fluxray.data.identity import with_pipeline
 from fluxray.data.latent_facts import CacheNeeds, check_cache
 from fluxray.data.latents import LatentCache, load_latents
 from fluxray.data.loader import Loader
 from fluxray.data.prepared import prepare_picture
+from fluxray.data.survey import planned
 from fluxray.errors import DataError
 from fluxray.protocols import RunState, Schedule
+from fluxray.tasks.encode import encode, is_up_to_date
 from fluxray.tasks.encode_plan import cache_key
 from tests.data.test_loader_buckets import prepare
 from tests.encode_helpers import encode_here, job_of, run_here, tiny_pipeline, write_photos
@@ -208,8 +212,6 @@ def test_what_cannot_be_used_is_told_with_its_reason_and_stops_nothing(pipelines
     job = job_of(pipelines["flux1"], folder, tmp_path / "cache")
     refs = job.pictures.refs()
     vanishing.unlink()
-    from fluxray.tasks.encode import encode
-
     done = encode(job, refs, run_here, lambda *_: None)
     told = [json.loads(line) for line in (job.cache / "quarantine.jsonl").read_text().splitlines()]
     reasons = {one["name"]: one["reason"] for one in told}
@@ -244,6 +246,20 @@ def test_one_encoding_at_a_time_and_none_into_a_cache_of_other_origin(pipelines,
         path.unlink()
     with pytest.raises(DataError, match=r"holds a cache that `fluxray encode` has not made; name another folder$"):
         encode_here(job_of(pipelines["flux1"], photos, tmp_path / "other"))
+
+
+def test_a_plan_of_buckets_is_followed_and_repeated_pictures_are_samples_of_their_own(pipelines, photos, tmp_path):
+    job = job_of(pipelines["flux1"], photos, tmp_path / "cache")
+    refs = job.pictures.refs()
+    keys = [ref.key for ref in refs]
+    placed = planned(refs, BucketPlan(dict.fromkeys(keys[:9], Bucket(48, 48)), {keys[0]: 3}, (), 4))
+    assert not is_up_to_date(job, placed)
+    done = encode(job, placed, run_here, lambda *_: None)
+    assert done.num_samples == 12 and is_up_to_date(job, placed) and not is_up_to_date(job, refs)
+    rows = rows_of(job.cache)
+    again = [rows[cache_key(key)] for key in (keys[0], f"{keys[0]}~2", f"{keys[0]}~3")]
+    assert again[0].text.equal(again[1].text) and not again[0].latents.equal(again[1].latents)
+    assert sum((row.height, row.width) == (3, 3) for row in rows.values()) == 11
 
 
 def test_three_ranks_see_each_sample_once_an_epoch_of_three_shards(whole):
