@@ -126,7 +126,7 @@ def evaluate(run: Run, storage: Storage = None, verbose: Verbose = False) -> Non
 
 
 @app.command()
-def export(
+def export(  # noqa: PLR0913, PLR0917 - each is an option
     run: Run,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, for from_pretrained of transformers or diffusers.")],
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Numbers that the weights are written as.")] = "fp32",
@@ -134,14 +134,16 @@ def export(
         Literal["library", "bfl"], typer.Option("--format", help="bfl: one file of a FLUX model, as ComfyUI loads it.")
     ] = "library",
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (ema.decay).")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Of a run with an adapter the whole model, not the adapter.")] = False,
     storage: Storage = None,
 ) -> None:
-    """Write a run's newest checkpoint as a folder that transformers or diffusers loads."""
+    """Write a run's newest checkpoint as a folder that transformers, diffusers or peft loads."""
     run_dir = _run_dir(run, storage)
     with quick_imports():
         from fluxray.export import export_run
 
-    print(f"exported {run_dir.name} to {export_run(run_dir, folder.expanduser().absolute(), dtype, form, averaged=ema)}")
+    written = export_run(run_dir, folder.expanduser().absolute(), dtype, form, averaged=ema, merge=merge)
+    print(f"exported {run_dir.name} to {written}")
 
 
 @app.command()

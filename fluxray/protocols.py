@@ -200,7 +200,8 @@ class BlockStack(nn.Module, ABC):
 
     `model` is the library's; its parameter names are the names used everywhere. `blocks` are its repeated blocks, in order.
     `fused` maps the name of a parameter that is several of the library's, one below the other, to their names and numbers of
-    rows, in order: engines hold one, checkpoints the library's.
+    rows, in order: engines hold one, checkpoints the library's. `adapts`: what is trained are adapters; the other parameters are
+    frozen and of no checkpoint, which only tells them by `base`, known once all is materialised.
     `has_dropout` tells whether any dropout probability is above zero; then `dropout_modules` are the modules whose calls get a
     `dropout_seed` keyword while `State.dropout_seed` is set.
     """
@@ -210,6 +211,8 @@ class BlockStack(nn.Module, ABC):
     has_dropout: bool
     dropout_modules: Sequence[nn.Module]
     fused: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+    adapts: bool = False
+    base: Mapping[str, str] = MappingProxyType({})
 
     @property
     def is_whole_again(self) -> bool:
@@ -286,7 +289,7 @@ class StateItem(NamedTuple):
 
     `section` is `weights`, `step` or one of `StateFormat.state_sections`; `name` the library's parameter name; `shape` the whole
     tensor's; `offset` the first row (dimension 0) of this piece, or None if the piece is the whole tensor, which then every rank
-    holds. Sections `clip` and `scaler` belong to no parameter.
+    holds. Sections `clip`, `scaler` and `base` belong to no parameter.
     """
 
     section: str

@@ -1,5 +1,6 @@
 """What no single key can know: contradictions between keys, and what a run needs beyond a plan."""
 
+from fluxray.config.checks_adapter import check_adapter
 from fluxray.config.checks_sampling import check_sampling
 from fluxray.config.checks_task import check_task
 from fluxray.config.mirror import check_mirror
@@ -18,6 +19,7 @@ def check_consistent(config: TrainConfig) -> None:
         )
     check_task(config)
     check_sampling(config)
+    check_adapter(config)
     if not data.source or data.eval_source == ():
         raise ConfigError(f"data.{'eval_source' if data.source else 'source'}: [] names no data; name some, or drop the key")
     if data.eval_source is not None and data.eval_fraction != DataConfig.model_fields["eval_fraction"].default:

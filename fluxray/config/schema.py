@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from fluxray.config.adapter import LoraConfig, NoAdapterConfig
 from fluxray.config.encode import EncodeConfig
 from fluxray.config.quantities import RATE, SIZE
 from fluxray.config.sampling import EmaConfig, SampleConfig
@@ -137,7 +138,9 @@ class OptimConfig(Section):
     eps: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled; not applied to 1-D parameters")
     in_backward: bool = Field(default=False, description="step each block as soon as backward has its gradient, and free that")
-    master: Literal["fp32", "split24", "stochastic"] = "fp32"
+    master: Literal["fp32", "split24", "stochastic"] = Field(
+        default="fp32", description="of the model's own parameters: with 32, 24 or 16 bits; those of adapters have 32"
+    )
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=100, ge=0)
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="where linear and cosine end, as a share of lr")
@@ -296,6 +299,7 @@ class TrainConfig(Section):
     encode: EncodeConfig = EncodeConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
+    adapter: Annotated[NoAdapterConfig | LoraConfig, Field(discriminator="kind")] = NoAdapterConfig()
     ema: EmaConfig = EmaConfig()
     loss: LossConfig = LossConfig()
     clip: ClipConfig = ClipConfig()
@@ -307,6 +311,12 @@ class TrainConfig(Section):
     hardware: HardwareConfig = HardwareConfig()
     tracking: TrackingConfig = TrackingConfig()
     profile: ProfileConfig = ProfileConfig()
+
+    @property
+    def trained_optim(self) -> OptimConfig:
+        """The optimizer of what is trained: adapters are few and have fp32 masters, whatever the model's own parameters have."""
+        is_adapted = isinstance(self.adapter, LoraConfig)
+        return self.optim.model_copy(update={"master": "fp32"}) if is_adapted else self.optim
 
     @property
     def global_batch_size(self) -> int:

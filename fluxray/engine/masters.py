@@ -11,7 +11,8 @@ from fluxray.engine.accumulate import add_to_sum, begin_sum
 class Masters:
     """Named fp32 parameters. Where the model computes in another dtype on one GPU, each has a compute copy that follows it.
 
-    Under FSDP the model's own sharded parameters are the masters: FSDP casts when it gathers.
+    What is frozen has the dtype that the model computes with, and no copy. Under FSDP the model's own sharded parameters are the
+    masters: FSDP casts when it gathers.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], copies: Mapping[str, nn.Parameter]):
@@ -29,12 +30,12 @@ class Masters:
 
         Each copy's gradient is added to its master's in fp32 as soon as backward has it, and freed.
         """
-        named = {name: nn.Parameter(copy.detach(), requires_grad=copy.requires_grad) for name, copy in model.named_parameters()}
-        copies = dict(model.named_parameters())
+        named = dict(model.named_parameters())
+        copies = {name: copy for name, copy in named.items() if copy.requires_grad}
         for name, copy in copies.items():
-            copy.data = named[name].detach().to(dtype)
-            if copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(_move_gradient_to(named[name]))
+            named[name] = nn.Parameter(copy.detach())
+            copy.data = copy.detach().to(dtype)
+            copy.register_post_accumulate_grad_hook(_move_gradient_to(named[name]))
         return cls(named, copies)
 
     def on_gradient(self, name: str, hook: Callable[[], None]) -> None:
@@ -46,7 +47,7 @@ class Masters:
     def publish(self, names: Iterable[str] | None = None) -> None:
         """Round the stepped masters into the compute copies: those of `names`, or all."""
         if self._copies:
-            chosen = list(self.named if names is None else names)
+            chosen = [name for name in (self.named if names is None else names) if name in self._copies]
             copies: list[torch.Tensor] = [self._copies[name] for name in chosen]
             torch._foreach_copy_(copies, [self.named[name] for name in chosen])  # pyright: ignore[reportPrivateImportUsage]
 

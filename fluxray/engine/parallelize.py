@@ -118,9 +118,12 @@ def apply_compile(stack: BlockStack) -> None:
 
 def apply_resident(stack: BlockStack, techniques: Techniques, device: torch.device) -> Masters:
     """Allocate the whole model on `device`, under the same cast policy as a sharded one."""
+    mixed = techniques.precision == "mixed-bf16"
     for block in (*stack.blocks, None):
         stack.materialise(device, block)
-    if techniques.precision == "mixed-bf16":
+        if mixed:
+            cast_frozen(stack.model if block is None else block.module)
+    if mixed:
         cast_buffers(stack.model)
         return Masters.with_compute_copies(stack.model, torch.bfloat16)
     return Masters.of(stack.model)
@@ -139,8 +142,12 @@ def apply_fsdp(stack: BlockStack, techniques: Techniques, device: torch.device, 
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     for block in stack.blocks:
         stack.materialise(device, block)
+        if mixed:
+            cast_frozen(block.module)
         fully_shard(block.module, mesh=mesh, mp_policy=policy, reshard_after_forward=techniques.reshard_after_forward)
     stack.materialise(device, None)
+    if mixed:
+        cast_frozen(stack.model)
     fully_shard(stack, mesh=mesh, mp_policy=policy)
     for module in fsdp_modules(stack):
         module.set_gradient_divide_factor(1.0)
@@ -171,6 +178,13 @@ def abandon_forward(stack: nn.Module) -> None:
         module.reshard()
     root._comm_ctx.post_forward_order.clear()
     root._state_ctx.iter_forward_root = None
+
+
+def cast_frozen(module: nn.Module) -> None:
+    """Cast frozen parameters to bf16: they have no masters."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.dtype != torch.bfloat16:
+            parameter.data = parameter.detach().to(torch.bfloat16)
 
 
 def cast_buffers(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from fluxray.engine.masters import Masters
 from fluxray.engine.parallelize import abandon_forward, fsdp_modules
 from fluxray.engine.precision import Precision, autocast
 from fluxray.engine.scaler import LossScaler
-from fluxray.engine.state import check_same_model
+from fluxray.engine.state import base_items, check_base, check_same_model
 from fluxray.engine.stream_transfers import transfers_of
 from fluxray.optim.rows import Rows
 from fluxray.optim.sharded import ShardedOptimizer
@@ -55,6 +55,7 @@ class ShardedEngine:
         self._chunked = None if chunk_tokens is None else ChunkedLoss(stack, loss_fn, chunk_tokens)
         self._loss_fn = loss_fn
         self._masters = masters
+        self._saved = {name: p for name, p in masters.named.items() if p.requires_grad or not stack.adapts}
         self._optimizer = optimizer
         self._clip = clip
         self._scaler = LossScaler(runtime.precision == "amp-fp16", runtime.device)
@@ -141,7 +142,7 @@ class ShardedEngine:
         return split_items(self._items(), self._stack.fused)
 
     def _items(self) -> Iterator[StateItem]:
-        for name, parameter in self._masters.named.items():
+        for name, parameter in self._saved.items():
             rows = Rows.of(parameter)
             yield rows.item("weights", name, rows.local)
             yield from self._optimizer.state_items(name)
@@ -149,12 +150,14 @@ class ShardedEngine:
                 yield from self._averages.state_items(name)
         yield from self._clip.state_items()
         yield from self._scaler.state_items()
+        yield from base_items(self._stack)
 
     def load_items(self, reader: StateReader) -> Sequence[str]:
         """Replace weights and optimizer state by saved ones; raises CheckpointError if they belong to another model."""
         reader = FusingReader(reader, self._stack.fused)
-        check_same_model({name: parameter.shape for name, parameter in self._masters.named.items()}, reader)
-        narrowed = [name for name in self._masters.named if self._optimizer.load(name, reader)]
+        check_same_model({name: parameter.shape for name, parameter in self._saved.items()}, reader)
+        check_base(self._stack.base, reader)
+        narrowed = [name for name in self._saved if self._optimizer.load(name, reader)]
         if self._averages is not None:
             narrowed += self._averages.load(reader)
         self._clip.load_items(reader)

@@ -29,7 +29,7 @@ from fluxray.engine.offload import Offload, Parcel
 from fluxray.engine.parallelize import cast_buffers
 from fluxray.engine.precision import Precision
 from fluxray.engine.scaler import LossScaler
-from fluxray.engine.state import check_same_model
+from fluxray.engine.state import base_items, check_base, check_same_model
 from fluxray.engine.stream_blocks import Blocks, Update
 from fluxray.engine.stream_compute import Computation, Graph, Tensors, gradient_of, with_leaves
 from fluxray.engine.stream_gradients import GradientSink
@@ -76,6 +76,8 @@ class StreamEngine:
         inside, outside = split_parameters(stack)
         self._units = [Unit(f"{block.name}.", own, optim, weight, kept) for block, own in zip(stack.blocks, inside, strict=True)]
         self._outside = Unit("", outside, optim, weight, kept)
+        for unit in (*self._units, self._outside):
+            unit.saves_frozen = not stack.adapts
         self._averages: Tensor | None = None
         self._store = BlockStore(self._units, settings, weight if clip.mode == "exact" else None, self._transfers, device)
         self._stepper = Stepper(optim, [*(unit.prefix for unit in self._units), *outside], device)
@@ -179,6 +181,7 @@ class StreamEngine:
                     yield StateItem("step", item.name, (), None, count.clone())  # safetensors refuses one that many share
         yield from self._clip.state_items()
         yield from self._scaler.state_items()
+        yield from base_items(self._stack)
 
     def load_items(self, reader: StateReader) -> list[str]:
         """Replace weights and optimizer state by saved ones; return the names of those that had to be rounded.
@@ -189,6 +192,7 @@ class StreamEngine:
         units = (*self._units, self._outside)
         weights = [item for unit in units for item in unit.state_items() if item.section == "weights"]
         check_same_model({item.name: item.shape for item in weights}, reader)
+        check_base(self._stack.base, reader)
         self._transfers.synchronize()
         rounded = [name for unit in units for name in unit.load(reader)]
         for count in self._stepper.steps.values():

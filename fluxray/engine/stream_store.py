@@ -14,7 +14,7 @@ from fluxray.engine.stream_layout import Layout, empty_bytes
 from fluxray.engine.stream_transfers import Transfers
 from fluxray.optim.formats import split
 from fluxray.optim.restore import restore
-from fluxray.optim.states import AVERAGE, state_format
+from fluxray.optim.states import AVERAGE, StateFormat, state_format
 from fluxray.protocols import BlockStack, StateItem, StateReader
 
 
@@ -52,7 +52,7 @@ class Unit:
     """Parameters that are kept together: those of one block, or all outside the blocks.
 
     `prefix` and a name in the layout make the name in the library's model. `memory` is where the weights and states (uint8) live
-    between steps.
+    between steps. `saves_frozen`: checkpoints hold what is frozen, too.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Unit:
                 for name, p in parameters.items()
             }
         )
+        self.saves_frozen = True
         self.memory = (torch.empty(0), torch.empty(0))
         self.parameters: dict[str, nn.Parameter] = {}
         self._bound = torch.empty(0)
@@ -122,18 +123,17 @@ class Unit:
 
     def state_items(self) -> Iterator[StateItem]:
         """Yield all that is kept of each parameter, as views of `memory`."""
-        for name, _, sections in self.layout.sections(*self.memory):
+        for name, _, sections in self._saved():
             for section, tensor in sections.items():
                 yield StateItem(section, self.prefix + name, tuple(tensor.shape), None, tensor)
 
     @torch.no_grad()
     def load(self, reader: StateReader) -> list[str]:
         """Replace all that is kept by what has been saved, in whatever format; return the names that were rounded."""
-        return [
-            self.prefix + name
-            for name, fmt, sections in self.layout.sections(*self.memory)
-            if restore(reader, self.prefix + name, fmt, sections)
-        ]
+        return [self.prefix + name for name, fmt, sections in self._saved() if restore(reader, self.prefix + name, fmt, sections)]
+
+    def _saved(self) -> Iterator[tuple[str, StateFormat, dict[str, Tensor]]]:
+        return (of for of in self.layout.sections(*self.memory) if of[1].trained or self.saves_frozen)
 
 
 class BlockStore:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fluxray.checkpoint import CheckpointReader
 from fluxray.errors import ConfigError, one_line
 from fluxray.optim.restore import restore
 from fluxray.optim.states import AVERAGE, StateFormat
@@ -32,13 +31,33 @@ CODES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """What a safetensors header calls the formats of exported weights."""
 
 
+class Saved(Protocol):
+    """Weights by name, as `protocols.StateReader` gives them back; the rows to read may be left out."""
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the parameters."""
+        ...
+
+    def shape(self, section: str, name: str, /) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        ...
+
+    def sections(self, name: str, /) -> Sequence[str]:
+        """Return what there is of a parameter."""
+        ...
+
+    def read(self, section: str, name: str, offset: int = 0, num_rows: int | None = None, /) -> Tensor:
+        """Return rows of a tensor; all by default."""
+        ...
+
+
 class Kept(NamedTuple):
     """A parameter's trained values in a checkpoint, read anew each time, in the format that they are exported in.
 
     `averaged`: their moving averages in their place, where there are any.
     """
 
-    reader: CheckpointReader
+    reader: Saved
     dtype: torch.dtype
     averaged: bool = False
 

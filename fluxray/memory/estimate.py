@@ -38,13 +38,20 @@ class UnitBytes:
     """Memory of one block, or of everything outside the blocks.
 
     `weights` in the dtype that the model computes with, `states` what only the step needs (rest of the masters, moments),
-    `trained_weights` the part of the weights that is written back, `num_gradients` elements of the gradient.
+    `trained_weights` the part of the weights that is written back, `num_gradients` elements of the gradient, `num_frozen` those
+    of weights that have none.
     """
 
     weights: int
     states: int
     trained_weights: int
     num_gradients: int
+    num_frozen: int = 0
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all weights."""
+        return self.num_gradients + self.num_frozen
 
     @property
     def total(self) -> int:
@@ -64,7 +71,8 @@ class Demand:
     weights to compute with. `paged_states`: optimizer states may leave the device for the host. `steps_in_backward`: a block's
     gradients are freed before the next one's come. `fused_loss`: it has no fp32 temporaries.
     Where rows have several sizes, a step that mixes them has up to `most_micro_batches`, with as many rows in all. `cast_bytes`
-    autocast makes of a weight for its matrix product, which are kept with what autograd keeps of it.
+    autocast makes of a weight for its matrix product, which are kept with what autograd keeps of it. `saves_frozen`: checkpoints
+    hold weights that are not trained.
     """
 
     engine: Literal["stream", "sharded"]
@@ -89,7 +97,12 @@ class Demand:
     asynchronous_saves: bool = True
     num_checkpoints: int = 1
     most_micro_batches: int | None = None
+    saves_frozen: bool = True
     resident_indices: Callable[[int], Sequence[int]] = range
+
+    def saved(self, unit: UnitBytes) -> int:
+        """Bytes of a unit in a checkpoint."""
+        return unit.total if self.saves_frozen else unit.trained_weights + unit.states
 
     @property
     def micro_tokens(self) -> int:
@@ -152,9 +165,9 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     )
     kept += demand.rank_rows * kept_operations(demand, policy)
     held_back = demand.itemsize if demand.hold_gradients else 0
-    largest_outside = _largest_outside(demand)
     largest = max(unit.num_gradients for unit in demand.blocks)
-    casts = (policy.kept_blocks * (demand.num_micro_batches + num_more) + 1) * largest + largest_outside
+    casts = (policy.kept_blocks * (demand.num_micro_batches + num_more) + 1) * _largest_weights(demand)
+    casts += max((parameter.numel for parameter in demand.spec.outside), default=0)
     device = {
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
@@ -173,7 +186,7 @@ def _stream(demand: Demand, policy: Policy) -> Estimate:
     host = {
         "blocks": sum(unit.total + held_back * unit.num_gradients for unit in streamed),
         "waiting inputs": demand.rank_rows * waiting,
-        "checkpoint": max(unit.total for unit in demand.blocks) if demand.asynchronous_saves else 0,
+        "checkpoint": max(demand.saved(unit) for unit in demand.blocks) if demand.asynchronous_saves else 0,
         "process": PROCESS_BYTES,
     }
     return Estimate(_with_validation(device, demand, demand.num_micro_batches, policy.epilogue_tokens), host, _disk(demand))
@@ -191,9 +204,10 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     # a block's gathered weights and those of the next, its gradient before and after reduction; what is outside stays gathered,
     # and so do the blocks of a segment that is computed again
     at_once = max(2, len(segments(len(demand.blocks))[-1])) if demand.activation_checkpoint == "sqrt" else 2
-    gathered = largest * (at_once * demand.itemsize + 2 * 4) + demand.itemsize * demand.outside.num_gradients
+    gathered = _largest_weights(demand) * at_once * demand.itemsize + largest * 2 * 4
+    gathered += demand.itemsize * demand.outside.num_weights
     kept = kept_by_sharded(demand, policy)
-    casts = demand.cast_bytes * (blocks_at_once(demand) * largest + _largest_outside(demand))
+    casts = blocks_at_once(demand) * _largest_weights(demand) + max((p.numel for p in demand.spec.outside), default=0)
     # a piece's gradient of the head and the sum over pieces, in fp32
     chunked = (demand.itemsize + 4) * _largest_outside(demand) if policy.epilogue_tokens < demand.micro_tokens else 0
     device = {
@@ -204,10 +218,10 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
         "gradients": 4 * (stepped if demand.steps_in_backward else num_gradients) // ranks + chunked,
         "gathered blocks": 0 if ranks == 1 else gathered,
         "kept inputs": kept.inputs + demand.micro_rows * demand.spec.shared_bytes,
-        "activations": kept.activations + casts,
+        "activations": kept.activations + demand.cast_bytes * casts,
         "logits": _logits(demand, policy.epilogue_tokens),
     }
-    saved = sum(unit.total for unit in units)
+    saved = sum(demand.saved(unit) for unit in units)
     # fp32 weights and moments of all ranks; a page-locked copy, which is used again, lets training go on during a save
     host = {
         "waiting inputs": kept.host * ranks,
@@ -240,6 +254,10 @@ def _largest_block(demand: Demand) -> int:
     return max(kind.peak(demand.micro_rows) for kind in demand.spec.kinds.values())
 
 
+def _largest_weights(demand: Demand) -> int:
+    return max(unit.num_weights for unit in demand.blocks)
+
+
 def _largest_outside(demand: Demand) -> int:
     return max((p.numel for p in demand.spec.outside if p.trained), default=0)
 
@@ -265,5 +283,5 @@ def _beyond_a_block(demand: Demand, chunk: int) -> int:
 
 def _disk(demand: Demand) -> Mapping[str, int]:
     """The checkpoints that are kept, and the one being written before the oldest is deleted."""
-    one = sum(unit.total for unit in (*demand.blocks, demand.outside))
+    one = sum(demand.saved(unit) for unit in (*demand.blocks, demand.outside))
     return {"checkpoints": one * (demand.num_checkpoints + 1)}

@@ -82,7 +82,7 @@ class MemoryPlan:
     @property
     def floor_flops(self) -> float:
         """Model FLOPs/s of all devices with nothing lost."""
-        return 3 * self.demand.spec.forward_flops * self.demand.rank_rows * self.demand.num_ranks / self.speed.floor
+        return self.demand.spec.step_flops * self.demand.rank_rows * self.demand.num_ranks / self.speed.floor
 
     @property
     def host_limit(self) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from fluxray.memory.frozen import FrozenFlops
 from fluxray.memory.live import BlockMemory, flops_again, measure_block
 from fluxray.memory.operations import OperationCost, read_operations
 
@@ -56,13 +57,19 @@ class KindSpec:
     """What a kind of block costs: FLOPs of the forward of one row, and bytes by the number of rows.
 
     `again_flops` are those of the forward that backward needs once more where only the block's input is kept, and `operations`
-    what makes most of them up.
+    what makes most of them up. `frozen_flops` backward does without, since weights are frozen.
     """
 
     forward_flops: int
     again_flops: int
     memory: Mapping[int, BlockMemory]
     operations: tuple[OperationCost, ...] = ()
+    frozen_flops: int = 0
+
+    @property
+    def backward_flops(self) -> int:
+        """FLOPs of the backward of one row, what it computes again left out."""
+        return 2 * self.forward_flops - self.frozen_flops
 
     def kept(self, num_rows: int) -> int:
         """Return the bytes that autograd keeps of `num_rows` rows between forward and backward."""
@@ -77,10 +84,11 @@ class KindSpec:
 class ModelSpec:
     """A model as blocks and the rest.
 
-    `row_tokens` positions make a row. Per row: `outside_flops` of prologue and epilogue (forward), `shared_bytes` of what all
-    blocks read. `num_outputs` numbers come out per position: the vocabulary of a language model. `has_dropout` tells whether any
-    dropout is above zero. `tied` parameters have more than one place and count once. Rows come in `num_sizes` sizes, of which a
-    micro-batch has one; a row is one of the largest, which `told` says in words.
+    `row_tokens` positions make a row. Per row: `outside_flops` of prologue and epilogue (forward), `outside_frozen_flops` that
+    their backward does without, `shared_bytes` of what all blocks read. `num_outputs` numbers come out per position: the
+    vocabulary of a language model. `has_dropout` tells whether any dropout is above zero. `tied` parameters have more than one
+    place and count once. Rows come in `num_sizes` sizes, of which a micro-batch has one; a row is one of the largest, which
+    `told` says in words.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -94,11 +102,25 @@ class ModelSpec:
     has_dropout: bool = False
     num_sizes: int = 1
     told: str = ""
+    outside_frozen_flops: int = 0
 
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters, tied ones once."""
         return sum(block.num_parameters for block in self.blocks) + sum(parameter.numel for parameter in self.outside)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of elements of the parameters that are trained."""
+        units = (*(block.parameters for block in self.blocks), self.outside)
+        return sum(parameter.numel for parameters in units for parameter in parameters if parameter.trained)
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of forward and backward of one row, nothing computed again."""
+        blocks = [self.kinds[block.kind] for block in self.blocks]
+        inside = sum(kind.forward_flops + kind.backward_flops for kind in blocks)
+        return 3 * self.outside_flops - self.outside_frozen_flops + inside
 
     @property
     def forward_flops(self) -> int:
@@ -123,7 +145,7 @@ def read_spec(model: nn.Module, blocks: Sequence[str], forward: Callable[[int], 
     kinds = _kinds(modules)
     with torch.no_grad():
         counter = FlopCounterMode(display=False)
-        with counter:
+        with counter, FrozenFlops(model) as frozen:
             calls, output = _calls_of(modules, lambda: forward(1))
         doubled, _ = _calls_of(modules, lambda: forward(2))
     costs: dict[str, KindSpec] = {}
@@ -132,7 +154,8 @@ def read_spec(model: nn.Module, blocks: Sequence[str], forward: Callable[[int], 
             stretched = {num_rows: _stretch(calls[index], doubled[index], num_rows) for num_rows in NUM_ROWS}
             memory = {num_rows: measure_block(module, *call) for num_rows, call in stretched.items()}
             one, again = calls[index], flops_again(module, *calls[index])
-            costs[kind] = KindSpec(_forward_flops(module, one), again, memory, read_operations(module, *one))
+            forward_flops, saved = _forward_flops(module, one)
+            costs[kind] = KindSpec(forward_flops, again, memory, read_operations(module, *one), saved)
     shared = _shared(calls)
     carries = [_num_bytes([t for t in call.tensors() if id(t) not in shared]) for call in calls]
     inside = tuple(f"{name}." for name in blocks)
@@ -148,6 +171,7 @@ def read_spec(model: nn.Module, blocks: Sequence[str], forward: Callable[[int], 
         outside_flops=counter.get_total_flops() - sum(costs[kind].forward_flops for kind in kinds),
         shared_bytes=_num_bytes(shared.values()),
         num_outputs=output.shape[-1],
+        outside_frozen_flops=frozen.count - sum(costs[kind].frozen_flops for kind in kinds),
     )
 
 
@@ -167,11 +191,12 @@ def _calls_of(modules: Sequence[nn.Module], forward: Callable[[], Tensor]) -> tu
     return calls, output
 
 
-def _forward_flops(module: nn.Module, call: _Call) -> int:
+def _forward_flops(module: nn.Module, call: _Call) -> tuple[int, int]:
+    """Return the FLOPs of a forward, and those that backward saves."""
     counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
+    with counter, torch.no_grad(), FrozenFlops(module) as frozen:
         module(*call.args, **call.kwargs)
-    return counter.get_total_flops()
+    return counter.get_total_flops(), frozen.count
 
 
 def _shared(calls: Sequence[_Call]) -> dict[int, Tensor]:

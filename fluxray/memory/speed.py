@@ -86,7 +86,7 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
         flops, recomputed = kind.forward_flops * rows, 0
         if index < first_kept:
             recomputed = rows * again_flops(demand, policy, index)
-        backward = 2 * flops + recomputed
+        backward = kind.backward_flops * rows + recomputed
         waiting = rows * block.carry_bytes if demand.activation_checkpoint == "offload" and index < len(demand.blocks) - 1 else 0
         moved = index in streamed
         fetched = moved * (0 if index in in_slots else unit.weights)
@@ -99,7 +99,7 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
         else:
             yield _Pass(flops, moved * unit.weights, waiting, 0)
             yield _Pass(backward, fetched + moved * unit.states + waiting, trained, step)
-    yield _Pass(3 * spec.outside_flops * rows, 0, 0, _step_bytes(demand.outside, demand))
+    yield _Pass((3 * spec.outside_flops - spec.outside_frozen_flops) * rows, 0, 0, _step_bytes(demand.outside, demand))
 
 
 def _step_bytes(unit: UnitBytes, demand: Demand) -> int:

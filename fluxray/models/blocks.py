@@ -3,8 +3,9 @@
 from collections.abc import Callable, Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fluxray.models import lora
 from fluxray.seeding import derive_seed
 
 
@@ -22,18 +23,30 @@ def find_block_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     ]
 
 
+def first_value(model: nn.Module, name: str, seed: int, initialise: Callable[[nn.Module], None]) -> Tensor:
+    """Return the value that `materialise` gives a parameter of a meta model, which stays on the meta device."""
+    path, _, leaf = name.rpartition(".")
+    materialise(model, [path], torch.device("cpu"), seed, initialise)
+    module = model.get_submodule(path)
+    value = module.get_parameter(leaf).detach().clone()
+    module.to_empty(device="meta", recurse=False)
+    return value
+
+
 def materialise(
     model: nn.Module, paths: Collection[str], device: torch.device, seed: int, initialise: Callable[[nn.Module], None]
 ) -> None:
     """Allocate the modules at `paths` (and not their children) on `device` and give each its first values.
 
     The random numbers of a module are keyed by the run's seed and its path, so that they depend neither on the order in which
-    modules are visited nor on the ranks: each rank makes the same full tensor and keeps its own shard.
+    modules are visited nor on the ranks: each rank makes the same full tensor and keeps its own shard. A layer that has got an
+    adapter has the values that it has without.
     """
     cuda = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=cuda):
         for path in paths:
             module = model.get_submodule(path)
             module.to_empty(device=device, recurse=False)
-            torch.manual_seed(derive_seed(seed, "init", path))
-            initialise(module)
+            torch.manual_seed(derive_seed(seed, "init", lora.library_path(path)))
+            if not lora.initialise(path, module):
+                initialise(module)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from fluxray.config.adapter import AdapterConfig
 from fluxray.config.schema import Kernel, ModelConfig
 from fluxray.errors import ConfigError, one_line
-from fluxray.models import attention, fused
-from fluxray.models.blocks import find_block_lists, materialise
+from fluxray.models import attention, fused, lora
+from fluxray.models.blocks import find_block_lists, first_value, materialise
 from fluxray.models.families import (
     REPORT_KEYS,
     check_computed,
@@ -84,17 +85,25 @@ def library_config(model: ModelConfig, vocab_size: int | None = None) -> Pretrai
 
 
 def build_causal_lm(
-    model: ModelConfig, seed: int, vocab_size: int | None = None, kernel: Kernel | None = None
+    model: ModelConfig,
+    seed: int,
+    vocab_size: int | None = None,
+    kernel: Kernel | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> "CausalLMStack":
     """Return the block stack of a model on the meta device; `CausalLMStack.materialise` gives its tensors memory and values.
 
-    `kernel` computes attention; without one it is the library's own call of torch's SDPA, which chooses for itself.
+    `kernel` computes attention; without one it is the library's own call of torch's SDPA, which chooses for itself. With an
+    `adapter` that is all that is trained.
     """
     config = library_config(model, vocab_size)
     weights = PretrainedWeights(model.weights) if model.weights is not None else None
     library = meta_model(config, kernel)
     if model.fused_qkv:
         fused.fuse_projections(library, config.model_type)
+    if adapter is not None:
+        path = f"{library.base_model_prefix}.layers"
+        lora.add_adapter(library, adapter, [f"{path}.{i}" for i in range(len(_layers(library)))])
     return CausalLMStack(library, seed, weights, kernel)
 
 
@@ -166,7 +175,8 @@ class CausalLMStack(BlockStack):
             CausalLMBlock(f"{path}.{i}", layer, i, kind, kernel)
             for i, (layer, kind) in enumerate(zip(_layers(model), kinds, strict=True))
         )
-        self.has_dropout = has_dropout(model.config)
+        self.adapts = lora.is_adapted(model)
+        self.has_dropout = has_dropout(model.config) or lora.drops_inputs(model)
         embed_dropout = () if self._parts.embed_dropout is None else (self._parts.embed_dropout,)
         self.dropout_modules = (*embed_dropout, *(block.module for block in self.blocks))
 
@@ -206,6 +216,10 @@ class CausalLMStack(BlockStack):
             for c in range(0, length, columns)
         ]
 
+    def first_value(self, name: str) -> Tensor:
+        """Return a parameter's first random value."""
+        return first_value(self.model, name, self._seed, self.model._init_weights)
+
     def materialise(self, device: torch.device, block: Block | None) -> None:
         """Give the tensors of one block (None: of all outside the blocks) memory on `device` and their first values."""
         inside = tuple(f"{b.name}." for b in self.blocks)
@@ -223,6 +237,8 @@ class CausalLMStack(BlockStack):
             self.model.tie_weights()
         if self._weights is not None:
             self._weights.copy_into(self.model, paths)
+        if block is None and self.adapts:
+            self.base = lora.base_of(self._weights, self._seed)
 
 
 def _published_config(reference: str) -> PretrainedConfig:

@@ -10,14 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fluxray.config.adapter import AdapterConfig
 from fluxray.config.schema import Kernel, ModelConfig
 from fluxray.errors import ConfigError
-from fluxray.models import fused
-from fluxray.models.blocks import find_block_lists, materialise
+from fluxray.models import fused, lora
+from fluxray.models.blocks import find_block_lists, first_value, materialise
 from fluxray.models.flux import meta_transformer
 from fluxray.models.flux_facts import FAMILIES
 from fluxray.models.weights import PretrainedWeights
 from fluxray.protocols import Block, BlockStack, FlowBatch, State
+from fluxray.seeding import derive_seed
 
 
 class Weights(Protocol):
@@ -27,12 +29,22 @@ class Weights(Protocol):
         """Fill what the modules at `paths` hold themselves. Collective over all ranks."""
         ...
 
+    def identity(self) -> str | None:
+        """Return a hash of what has been read; None on ranks that read nothing."""
+        ...
 
-def build_flux(model: ModelConfig, seed: int, kernel: Kernel | None = None, weights: Weights | None = None) -> "FluxStack":
+
+def build_flux(
+    model: ModelConfig,
+    seed: int,
+    kernel: Kernel | None = None,
+    weights: Weights | None = None,
+    adapter: AdapterConfig | None = None,
+) -> "FluxStack":
     """Return the block stack of a model on the meta device; `FluxStack.materialise` gives its tensors memory and values.
 
     `kernel` computes attention; without one it is the library's own call of torch's SDPA, which chooses for itself. `weights` are
-    those that `model` names unless others are given.
+    those that `model` names unless others are given. With an `adapter` that is all that is trained.
     """
     library = meta_transformer(model)
     if model.fused_qkv:
@@ -43,6 +55,8 @@ def build_flux(model: ModelConfig, seed: int, kernel: Kernel | None = None, weig
         set_kernel(library, kernel)
     if weights is None and model.weights is not None:
         weights = PretrainedWeights(model.weights)
+    if adapter is not None:
+        lora.add_adapter(library, adapter, [block.name for block in _blocks(library)])
     return FluxStack(library, seed, weights)
 
 
@@ -55,19 +69,22 @@ class FluxBlock:
     name: str
     module: nn.Module
     kind: str
+    index: int
 
     def __call__(self, state: State) -> State:
         """Return the state behind this block."""
         shared = state.shared
-        rotary = (shared["cos"], shared["sin"])
+        keyed: dict[str, Any] = {"image_rotary_emb": (shared["cos"], shared["sin"])}
+        if state.dropout_seed is not None:
+            keyed["dropout_seed"] = derive_seed(state.dropout_seed, self.index)
         if self.kind == "Flux2SingleTransformerBlock":
             joined = _joined(state.carry)
-            return state._replace(carry=(self.module(joined, None, temb_mod=shared["mod_single"], image_rotary_emb=rotary),))
+            return state._replace(carry=(self.module(joined, None, temb_mod=shared["mod_single"], **keyed),))
         if self.kind == "Flux2TransformerBlock":
             condition = {"temb_mod_img": shared["mod_image"], "temb_mod_txt": shared["mod_text"]}
         else:
             condition = {"temb": shared["temb"]}
-        text, image = self.module(*state.carry, **condition, image_rotary_emb=rotary)
+        text, image = self.module(*state.carry, **condition, **keyed)
         return state._replace(carry=(image, text))
 
 
@@ -95,7 +112,8 @@ class FluxStack(BlockStack):
         self.blocks = _blocks(model)
         self.fused = fused.rows_of(model)
         self._is_second = FAMILIES[type(model).__name__] == "flux2"
-        self.has_dropout, self.dropout_modules = False, ()
+        self.adapts, self.has_dropout = lora.is_adapted(model), lora.drops_inputs(model)
+        self.dropout_modules = tuple(block.module for block in self.blocks)
 
     def prologue(self, batch: FlowBatch) -> State:
         """Embed image, text, noise level and guidance; compute modulation and rotary embeddings, which all blocks share."""
@@ -120,12 +138,17 @@ class FluxStack(BlockStack):
             shared["temb"] = model.time_text_embed(*scales, batch.pooled.to(dtype))
         text_BLD = model.context_embedder(text)
         shared["cos"], shared["sin"] = model.pos_embed(self._position_ids(batch))
-        return State((image_BTD, text_BLD), shared, None)
+        seed = batch.key.stream("dropout") if self.has_dropout and self.training and batch.key is not None else None
+        return State((image_BTD, text_BLD), shared, seed)
 
     def epilogue(self, state: State, batch: FlowBatch, loss_fn: Callable[[Tensor, Any], Any]) -> Any:
         """Apply the final norm and projection to the image, then `loss_fn` to the output [B, T, C]."""
         image_BTD = state.carry[0] if len(state.carry) == 2 else state.carry[0][:, batch.text.shape[1] :]
         return loss_fn(self.model.proj_out(self.model.norm_out(image_BTD, state.shared["temb"])), batch)
+
+    def first_value(self, name: str) -> Tensor:
+        """Return a parameter's first random value."""
+        return first_value(self.model, name, self._seed, _initialise)
 
     def materialise(self, device: torch.device, block: Block | None) -> None:
         """Give the tensors of one block (None: of all outside the blocks) memory on `device` and their first values."""
@@ -142,6 +165,8 @@ class FluxStack(BlockStack):
                 fused.initialise_parts(path, module, self._seed, _initialise)
         if self._weights is not None:
             self._weights.copy_into(self.model, paths)
+        if block is None and self.adapts:
+            self.base = lora.base_of(self._weights, self._seed)
 
     def _position_ids(self, batch: FlowBatch) -> Tensor:
         """Return the ids [L + T, axes] that the families' pipelines make: row and column of an image token; in FLUX.2 the place
@@ -167,11 +192,8 @@ def _joined(carry: tuple[Tensor, ...]) -> Tensor:
 def _blocks(model: nn.Module) -> tuple[FluxBlock, ...]:
     name = type(model).__name__
     known = KINDS.get(name, ())
-    blocks = tuple(
-        FluxBlock(f"{path}.{i}", module, type(module).__name__)
-        for path, modules in find_block_lists(model)
-        for i, module in enumerate(modules)
-    )
+    found = [(f"{path}.{i}", module) for path, modules in find_block_lists(model) for i, module in enumerate(modules)]
+    blocks = tuple(FluxBlock(path, module, type(module).__name__, index) for index, (path, module) in enumerate(found))
     kinds = list(dict.fromkeys(block.kind for block in blocks))
     unknown = [kind for kind in kinds if kind not in known]
     if unknown or not blocks or kinds != [kind for kind in known if kind in kinds]:

@@ -1,5 +1,6 @@
 """Published weights: read on rank 0 tensor by tensor, and handed to the other ranks as they are read."""
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from fluxray.errors import ConfigError, one_line
+from fluxray.models import lora
 from fluxray.models.fused import FusedLinear, library_tensors
 from fluxray.models.names import names_in_memory
 from fluxray.models.pipeline import flux_tensors
@@ -50,6 +52,26 @@ class PretrainedWeights:
     def __init__(self, reference: str):
         self._reference = reference
         self._read: Read | None = None
+        self._shapes: Mapping[str, torch.Size] = {}
+
+    def identity(self) -> str | None:
+        """Return a hash of what has been read: 16 hex digits; None on ranks that read nothing.
+
+        Of each parameter it takes name, shape and the first row, as bf16, so that copies in another dtype have the same.
+        """
+        if self._read is None or not self._shapes:
+            return None
+        digest = hashlib.blake2b(digest_size=8)
+        for name, shape in sorted(self._shapes.items()):
+            first = self._read(name)[:1] if shape else self._read(name)
+            digest.update(repr((name, list(shape))).encode())
+            digest.update(first.detach().to(torch.bfloat16).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def reader(self, model: nn.Module) -> Read:
+        """Return what reads a parameter of `model`, which may be on the meta device, on the only rank. ConfigError as above."""
+        self._read = self._open(model)
+        return self._read
 
     def copy_into(self, model: nn.Module, paths: Collection[str]) -> None:
         """Fill the parameters and persistent buffers that the modules at `paths` hold themselves. Collective over all ranks.
@@ -85,6 +107,7 @@ class PretrainedWeights:
 
     def _open(self, model: nn.Module) -> Read:
         named = {n: t for path, module in model.named_modules() for n, t in _own_tensors(path, module).items()}
+        self._shapes = {name: tensor.shape for name, tensor in named.items()}
         if isinstance(model, PreTrainedModel):
             return self._open_language_model(model, named)
         found = flux_tensors(self._reference, {name: tensor.shape for name, tensor in named.items()})
@@ -156,6 +179,9 @@ def _own_tensors(path: str, module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers that a module holds itself, by their names in the library's model."""
     if isinstance(module, FusedLinear):
         return library_tensors(path, module)
+    if lora.layer_of(path) is not None:
+        return {}
+    path = lora.library_path(path)
     persistent = {n: b for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set}
     own = {**dict(module.named_parameters(recurse=False)), **persistent}
     return {f"{path}.{leaf}" if path else leaf: tensor for leaf, tensor in own.items()}

@@ -35,7 +35,7 @@ def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device, kno
         again = 0 if index == len(spec.blocks) - 1 else part
         with _Bench(config, known, index, 0, device) as bench:
             each, peak, _ = bench.measure()
-        flops += len(of_kind) * bench.rows * (3 * kind.forward_flops + again)
+        flops += len(of_kind) * bench.rows * (kind.forward_flops + kind.backward_flops + again)
         seconds += len(of_kind) * each
         if device.type == "cuda":
             with _Bench(config, known, index, len(spec.blocks) - 1, device) as bench:

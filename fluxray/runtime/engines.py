@@ -54,9 +54,9 @@ def build_engine(  # noqa: PLR0913, PLR0917 - one place where all parts meet
     runtime = Runtime(device, techniques.precision, mesh, notify if config.cuda_graph else None)
     masters = parallelize(stack, techniques, device, mesh, runtime.transfers)
     if config.optim.in_backward:
-        optimizer = build_by_unit(masters.named, config.optim, clip_units(stack))
+        optimizer = build_by_unit(masters.named, config.trained_optim, clip_units(stack))
     else:
-        optimizer = build_sharded(masters.named, config.optim)
+        optimizer = build_sharded(masters.named, config.trained_optim)
     clip = _clip(config, device)
     averages = Averages(masters, config.ema) if config.ema.decay else None
     return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, config.loss.chunk_tokens, averages)
@@ -87,7 +87,7 @@ def build_stream_engine(
         offload_inputs=config.activation_checkpoint == "offload",
     )
     clip = _clip(config, device)
-    return StreamEngine(stack, loss_fn, config.optim, clip, settings, config.precision, device, average=config.ema)
+    return StreamEngine(stack, loss_fn, config.trained_optim, clip, settings, config.precision, device, average=config.ema)
 
 
 def _clip(config: TrainConfig, device: torch.device) -> Clip:

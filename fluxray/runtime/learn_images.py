@@ -5,10 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from fluxray.config.adapter import drops_inputs
 from fluxray.config.schema import FlowTaskConfig, TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.prior import RowsWithPrior
 from fluxray.export import MODEL_DIR
+from fluxray.memory.frozen import FrozenFlops
 from fluxray.metrics import count_forward_flops
 from fluxray.models.flux_facts import FluxFacts, flux_facts
 from fluxray.models.flux_stack import FluxStack, build_flux
@@ -42,12 +44,13 @@ def preflight_images(config: TrainConfig) -> None:
     check_steps(config, sizes_of(*data).num_buckets)
     FlowTask(task, facts, data.empty, config.compile)
     expected_kernel(config, facts)
-    check_techniques(config, has_dropout=False)
+    check_techniques(config, drops_inputs(config.adapter))
     refuse_misfit(config)
     check_flux_stack(config.model)
     sampling = plan_sampling(config, facts, data)
     if sampling is not None:
         check_decoder(sampling, data)
+    build_flux(config.model, config.seed, adapter=config.adapter)
 
 
 def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, device: torch.device) -> Learned:
@@ -59,7 +62,7 @@ def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, devi
     check_steps(config, sizes.num_buckets)
     task = FlowTask(flow, facts, data.empty, config.compile)
     kernel = choose_kernel(config, facts, device, context.notify if context.rank == 0 else None, sizes.largest.tokens)
-    stack = build_flux(config.model, config.seed, kernel)
+    stack = build_flux(config.model, config.seed, kernel, adapter=config.adapter)
     rows = data.train if data.prior is None else RowsWithPrior(data.train, data.prior, flow.prior_weight)
     num_prior = 0 if data.prior is None else len(data.prior)
     loader = Loader(rows, task.prepare, config.batch, context.rank, context.num_ranks, num_prior=num_prior)
@@ -93,15 +96,21 @@ def flops_of_images(stack: FluxStack, facts: FluxFacts) -> Callable[[Batch], flo
     With T tokens of the image and L of the text an image takes a + b T + c L + d (T + L)^2: modulation by noise level, what
     belongs to each token, attention. Four counts give the four numbers.
     """
-    counts = [count_forward_flops(lambda size=size: stack(images(facts, size, 1, META), lambda out, _: out)) for size in COUNTED]
+    counts = [_step_flops(stack, images(facts, size, 1, META)) for size in COUNTED]
     found = np.linalg.solve(np.array([_terms(size) for size in COUNTED], dtype=np.float64), np.array(counts, dtype=np.float64))
 
     def flops_of(batch: Batch) -> float:
         assert isinstance(batch, FlowBatch)
         size = Size(batch.height, batch.width, batch.text.shape[1])
-        return 3 * len(batch.noised) * float(np.dot(_terms(size), found))
+        return len(batch.noised) * float(np.dot(_terms(size), found))
 
     return flops_of
+
+
+def _step_flops(stack: FluxStack, batch: FlowBatch) -> int:
+    with FrozenFlops(stack.model) as frozen:
+        forward_flops = count_forward_flops(lambda: stack(batch, lambda output, _: output))
+    return 3 * forward_flops - frozen.count
 
 
 def _terms(size: Size) -> tuple[int, int, int, int]:

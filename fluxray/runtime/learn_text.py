@@ -5,11 +5,13 @@ from pathlib import Path
 
 import torch
 
+from fluxray.config.adapter import drops_inputs
 from fluxray.config.schema import TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.text import TextData, prepare_text
 from fluxray.errors import ConfigError
 from fluxray.export import MODEL_DIR, TOKENIZER_DIR
+from fluxray.memory.frozen import FrozenFlops
 from fluxray.metrics import count_forward_flops
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, has_dropout, library_config
 from fluxray.models.verify import check_stack
@@ -34,8 +36,9 @@ def preflight_text(config: TrainConfig, cache_dir: Path) -> None:
             f"data.max_slice: {config.data.max_slice} is over the model's max_position_embeddings {longest}; lower it"
         )
     expected_kernel(config, model_config)
-    check_techniques(config, has_dropout(model_config))
+    check_techniques(config, has_dropout(model_config) or drops_inputs(config.adapter))
     check_stack(model_config, fused_qkv=config.model.fused_qkv)
+    build_causal_lm(config.model, config.seed, data.num_tokenizer_entries, adapter=config.adapter)
 
 
 def load_data(config: TrainConfig, cache_dir: Path) -> TextData:
@@ -53,8 +56,8 @@ def learn_text(config: TrainConfig, context: WorkerContext, ranks: Ranks, device
     task = LmTask(data.pad_id, config.compile)
     model_config = library_config(config.model, data.num_tokenizer_entries)
     kernel = choose_kernel(config, model_config, device, context.notify if context.rank == 0 else None)
-    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries, kernel)
-    flops_per_token = 3 * _forward_flops(stack, config.data.max_slice) / config.data.max_slice
+    stack = build_causal_lm(config.model, config.seed, data.num_tokenizer_entries, kernel, config.adapter)
+    flops_per_token = _step_flops(stack, config.data.max_slice) / config.data.max_slice
     loader = Loader(data.train, task.prepare, config.batch, context.rank, context.num_ranks, config.data.length_grouping)
 
     def describe(run_dir: Path) -> None:
@@ -74,8 +77,10 @@ def learn_text(config: TrainConfig, context: WorkerContext, ranks: Ranks, device
     )
 
 
-def _forward_flops(stack: CausalLMStack, length: int) -> int:
-    """Return the FLOPs of one row of `length` positions through a stack that is still on the meta device."""
+def _step_flops(stack: CausalLMStack, length: int) -> int:
+    """Return the FLOPs of forward and backward of one row of `length` positions, by a stack that is still on the meta device."""
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
     batch = TextBatch(tokens, tokens, tokens, torch.full_like(tokens, IGNORE_INDEX), single_document=True, num_valid=0)
-    return count_forward_flops(lambda: stack(batch, lambda logits, _: logits))
+    with FrozenFlops(stack.model) as frozen:
+        forward_flops = count_forward_flops(lambda: stack(batch, lambda logits, _: logits))
+    return 3 * forward_flops - frozen.count

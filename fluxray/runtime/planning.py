@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxray.config.adapter import LoraConfig
 from fluxray.config.keys import nested
 from fluxray.config.load import build, merge
 from fluxray.config.schema import StreamEngineConfig, TrainConfig
@@ -82,7 +83,13 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
         lines.append(f"{'micro-batches':<18}change with memory, of {sizes} {what}: fitting are {fitting}")
     if spec.told:
         lines.append(f"{'an image':<18}{spec.told}")
-    kept = f"{config.precision}, {config.optim.kind}, master {config.optim.master}, clip {config.clip.mode}"
+    kept = f"{config.precision}, {config.optim.kind}, master {config.trained_optim.master}, clip {config.clip.mode}"
+    if isinstance(config.adapter, LoraConfig):
+        share = spec.num_trained / spec.num_parameters
+        lines.append(
+            f"{'adapter':<18}lora of rank {config.adapter.rank}: {spec.num_trained:,} parameters ({share:.2%}) are trained: they "
+            f"alone have gradients, optimizer states and a place in checkpoints"
+        )
     lines.append(f"{'kept':<18}{per_parameter:.2f} bytes a parameter: {kept}")
     if config.engine.kind == "stream":
         lines.append(
@@ -147,7 +154,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
     """Return what the run asks for."""
     stream, ranks = config.engine.kind == "stream", config.resources.num_workers
     mixed = config.precision == "mixed-bf16"
-    split = mixed and (stream or config.optim.master != "fp32")
+    split = mixed and (stream or config.trained_optim.master != "fp32")
     size = _unit_sizes(config, torch.bfloat16 if split else torch.float32)
     return Demand(
         engine=config.engine.kind,
@@ -172,6 +179,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         asynchronous_saves=config.checkpoint.asynchronous and not stream,
         num_checkpoints=config.checkpoint.keep,
         most_micro_batches=most_micro_batches(config, spec.num_sizes),
+        saves_frozen=not isinstance(config.adapter, LoraConfig),
         resident_indices=lambda num: resident_indices(len(spec.blocks), num),
     )
 
@@ -204,15 +212,21 @@ def _wanted(config: TrainConfig, spec: ModelSpec) -> Wanted:
 
 
 def _unit_sizes(config: TrainConfig, weight: torch.dtype) -> Callable[[tuple[ParameterSpec, ...]], UnitBytes]:
-    eight_bit, master = config.optim.has_8_bit_moments, config.optim.master
+    eight_bit, master = config.optim.has_8_bit_moments, config.trained_optim.master
+    frozen = torch.bfloat16 if config.precision == "mixed-bf16" else torch.float32
     average = DTYPES[config.ema.dtype] if config.ema.decay else None
 
     @cache
     def size(parameters: tuple[ParameterSpec, ...]) -> UnitBytes:
+        dtypes = {True: weight, False: frozen}
         layout = Layout(
-            {p.name: (p.shape, state_format(p.shape, eight_bit, master, weight, p.trained, average)) for p in parameters}
+            {
+                p.name: (p.shape, state_format(p.shape, eight_bit, master, dtypes[p.trained], p.trained, average))
+                for p in parameters
+            }
         )
-        return UnitBytes(layout.weight_bytes, layout.state_bytes, layout.trained_weight_bytes, layout.num_gradients)
+        sizes = (layout.weight_bytes, layout.state_bytes, layout.trained_weight_bytes)
+        return UnitBytes(*sizes, layout.num_gradients, layout.num_frozen)
 
     return size
 
@@ -233,9 +247,10 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
             yield {"clip.mode": "previous"}
         if config.optim.kind == "adamw":
             yield {"optim.kind": "adam8bit"}
-        if config.optim.master == "fp32" and config.precision == "mixed-bf16":
+        splits = config.precision == "mixed-bf16" and config.trained_optim is config.optim
+        if splits and config.optim.master == "fp32":
             yield {"optim.master": "split24"}
-        if config.optim.master != "stochastic" and config.precision == "mixed-bf16":
+        if splits and config.optim.master != "stochastic":
             yield {"optim.master": "stochastic"}
         yield {"engine.weight_slots": 2, "engine.state_slots": 2}
     yield from _checkpoint_changes(config)

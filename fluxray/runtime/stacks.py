@@ -43,12 +43,13 @@ def model_of(config: TrainConfig, known: Known, device: torch.device | None = No
         case "lm":
             num_entries = known if isinstance(known, int) else config.data.vocab_size
             facts = library_config(config.model, num_entries)
-            stack = build_causal_lm(config.model, config.seed, num_entries, expected_kernel(config, facts, device))
+            kernel = expected_kernel(config, facts, device)
+            stack = build_causal_lm(config.model, config.seed, num_entries, kernel, config.adapter)
             return Modelled(stack, config.data.max_slice, facts)
         case "flow":
             sizes = known if isinstance(known, ImageSizes) else image_sizes(config.data)
             facts = flux_facts(config.model)
-            stack = build_flux(config.model, config.seed, expected_kernel(config, facts, device))
+            stack = build_flux(config.model, config.seed, expected_kernel(config, facts, device), adapter=config.adapter)
             return Modelled(stack, sizes.largest, facts, sizes.num_buckets, sizes.told)
 
 

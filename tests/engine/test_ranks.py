@@ -24,7 +24,7 @@ from fluxray.errors import ConfigError
 from fluxray.models.causal_lm import library_config
 from fluxray.protocols import IGNORE_INDEX, RunState, Schedule, TextBatch
 from fluxray.ranks import Ranks
-from tests.engine import flux_cases
+from tests.engine import flux_cases, lora_cases
 from tests.engine.helpers import (
     EIGHT_BIT,
     OPTIM,
@@ -97,6 +97,20 @@ def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
         expect_close(actual, expected, gradient=1e-6 if unclipped else 1e-5)
     else:  # partial sums are rounded to 16 bits at other places
         expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
+
+
+@pytest.mark.parametrize("family", lora_cases.RANK_FAMILIES)
+def test_adapters_on_two_ranks_equal_those_on_one(folder: Path, family: str) -> None:
+    adapted, directory = lora_cases.Adapted(family), folder / f"lora {family}"
+    engine = adapted.sharded()
+    losses = [loss for loss, _ in adapted.train(engine, lora_cases.RANK_STEPS)]
+    assert json.loads((directory / "losses.json").read_text()) == pytest.approx(losses, rel=1e-6)
+    reader = checkpoint.CheckpointReader(checkpoint.committed(directory)[0])
+    weights = {item.name: item.tensor.detach() for item in engine.state_items() if item.section == "weights"}
+    assert set(reader.names()) == weights.keys()
+    for name, value in weights.items():
+        expect_close_values(reader.read("weights", name), value, 1e-4, name)
+    assert list(adapted.sharded().load_items(reader)) == []
 
 
 @pytest.mark.parametrize("name", flux_cases.RANK_CASES)
@@ -260,6 +274,8 @@ def _rank_main(rank: int, folder: str) -> None:
     for name, (num_ranks, _, _) in flux_cases.RANK_CASES.items():
         if rank < num_ranks:
             flux_cases.run_on_ranks(Path(folder, name), name, meshes[num_ranks], rank)
+    for family in lora_cases.RANK_FAMILIES if rank < 2 else ():
+        lora_cases.run_on_ranks(Path(folder, f"lora {family}"), family, meshes[2], rank)
     for name, (before, after) in RESUMED.items():
         for num_ranks, steps in ((before, (0, SPLIT_STEP)), (after, (SPLIT_STEP, LAST_STEP))):
             if rank < num_ranks:
