@@ -277,14 +277,14 @@ def _load_pipeline(facts: EncoderFacts, dtype: torch.dtype, **parts: None) -> An
     import diffusers
 
     cls: Any = getattr(diffusers, facts.pipeline)
-    return cls.from_pretrained(_folder(facts), vae=None, transformer=None, torch_dtype=dtype, use_safetensors=True, **parts)
+    return cls.from_pretrained(_folder(facts), vae=None, transformer=None, dtype=dtype, use_safetensors=True, **parts)
 
 
 def _load_vae(facts: EncoderFacts, dtype: torch.dtype) -> Any:
     import diffusers
 
     cls: Any = diffusers.AutoencoderKL if facts.family == "flux1" else diffusers.AutoencoderKLFlux2
-    vae = cls.from_pretrained(_folder(facts), subfolder="vae", torch_dtype=dtype, use_safetensors=True)
+    vae = cls.from_pretrained(_folder(facts), subfolder="vae", dtype=dtype, use_safetensors=True)
     vae.decoder = None
     return vae.eval()
 
