@@ -147,6 +147,43 @@ def export(  # noqa: PLR0913, PLR0917 - each is an option
 
 
 @app.command()
+def sample(  # noqa: PLR0913, PLR0917 - the options of one command
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run; or a pipeline: its folder, path:FOLDER or hf:NAME.")],
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="May be given several times.")] = None,
+    grid: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A prompt a line; or what --embed has written.", show_default=False)
+    ] = None,
+    seed: Annotated[list[int] | None, typer.Option(metavar="N", help="May be given several times; default: 0.")] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Denoising steps.")] = 28,
+    size: Annotated[str | None, typer.Option(metavar="HxW", help="In pixels; default: that of most training images.")] = None,
+    guidance: Annotated[float | None, typer.Option(metavar="G", min=0, help="Default: the pipeline's own.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="By the moving average of the weights (ema.decay).")] = False,
+    pipeline: Annotated[
+        str | None, typer.Option(metavar="REF", help="path:FOLDER or hf:NAME with VAE and text encoders; default: the run's.")
+    ] = None,
+    embed: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Only write the encoded prompts, for sample.embeddings.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the pictures.")] = Path("samples"),
+    storage: Storage = None,
+) -> None:
+    """Draw pictures by the newest checkpoint of a run, or by a published or exported pipeline."""
+    with quick_imports():
+        from fluxray.runtime import sample as sampling
+
+    reference = sampling.is_pipeline(run)
+    if reference is not None and ema:
+        raise ConfigError(f"--ema: {run} is a pipeline, which keeps no average; drop it")
+    wish = sampling.Wish(tuple(dict.fromkeys(seed or (0,))), steps, sampling.parse_size(size), guidance)
+    if reference is not None:
+        origin = sampling.of_pipeline(reference, pipeline)
+    else:
+        origin = sampling.of_run(_run_dir(run, storage), ema, pipeline, print)
+    written = sampling.command(origin, prompt or (), grid, embed, wish, out.expanduser().absolute(), "ema" if ema else "trained")
+    print("\n".join(f"wrote {path}" for path in written))
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects: name, status, found, remedy.")] = False,
     storage: Storage = None,
