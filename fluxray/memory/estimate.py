@@ -60,6 +60,19 @@ class UnitBytes:
 
 
 @dataclass(frozen=True)
+class SampleDemand:
+    """Pictures while training: all together as large as `rows` rows, the VAE with what it holds while it decodes one.
+
+    `averaged`: by the moving averages of the weights; `rounded` tells bf16 ones, for which sharded masters wait on the host.
+    """
+
+    rows: int
+    decode_bytes: int
+    averaged: bool = False
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
 class Demand:
     """What a run asks for, in plain values.
 
@@ -98,6 +111,7 @@ class Demand:
     num_checkpoints: int = 1
     most_micro_batches: int | None = None
     saves_frozen: bool = True
+    samples: SampleDemand | None = None
     resident_indices: Callable[[int], Sequence[int]] = range
 
     def saved(self, unit: UnitBytes) -> int:
@@ -228,6 +242,8 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
         "checkpoint": saved if demand.asynchronous_saves else 0,
         "process": PROCESS_BYTES * ranks,
     }
+    if demand.samples is not None and demand.samples.averaged and demand.samples.rounded:
+        host["waiting weights"] = masters
     if demand.paged_states:
         host["paged states"] = states
     return Estimate(_with_validation(device, demand, 1, policy.epilogue_tokens), host, _disk(demand))
@@ -241,7 +257,22 @@ def _with_validation(device: dict[str, int], demand: Demand, num_batches: int, c
     free = device["kept inputs"] + device["activations"] + device["logits"]
     logits = min(chunk, demand.micro_tokens) * demand.spec.num_outputs * (demand.itemsize + LOGIT_BYTES_FP32 // 2)
     carry = (num_batches + 1) * demand.micro_rows * demand.spec.blocks[-1].carry_bytes
-    return {**device, "validation": max(0, logits + carry - free)}
+    return {**device, "validation": max(0, logits + carry - free, _sampling(demand) - free)}
+
+
+def _sampling(demand: Demand) -> int:
+    """Return what a grid of pictures takes: all of it between two blocks, one micro-batch inside one; or the VAE, afterwards.
+
+    Streamed averages are computed with in memory for the largest block and for what is outside.
+    """
+    samples = demand.samples
+    if samples is None:
+        return 0
+    between = samples.rows * (demand.spec.blocks[-1].carry_bytes + demand.spec.shared_bytes)
+    inside = max(kind.peak(demand.micro_rows) for kind in demand.spec.kinds.values())
+    scratch = max(unit.weights for unit in demand.blocks) + demand.outside.weights
+    in_averages = scratch if samples.averaged and demand.engine == "stream" else 0
+    return max(between + inside + in_averages, samples.decode_bytes)
 
 
 def _kept_inside(demand: Demand, index: int, num_rows: int) -> int:

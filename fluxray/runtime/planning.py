@@ -27,6 +27,7 @@ from fluxray.optim.average import DTYPES
 from fluxray.optim.states import state_format
 from fluxray.runtime.blockprobe import computes_partly_again, probe_blocks
 from fluxray.runtime.figures import hardware
+from fluxray.runtime.sampling_needs import sampling_needs
 from fluxray.runtime.stacks import Known, example, model_of
 
 MAX_SUGGESTIONS = 3
@@ -181,6 +182,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         most_micro_batches=most_micro_batches(config, spec.num_sizes),
         saves_frozen=not isinstance(config.adapter, LoraConfig),
         resident_indices=lambda num: resident_indices(len(spec.blocks), num),
+        samples=sampling_needs(config, spec.row_tokens),
     )
 
 

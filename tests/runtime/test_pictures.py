@@ -12,7 +12,11 @@ from PIL import Image
 
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import FluxrayError
+from fluxray.memory.estimate import Policy, estimate
+from fluxray.memory.live import LiveBytes
 from fluxray.protocols import Report
+from fluxray.runtime.planning import demand, model_spec
+from fluxray.runtime.sampling_needs import decode_bytes
 from fluxray.runtime.worker import preflight, run_worker
 from fluxray.tasks import sampling
 from tests.runtime.test_worker import context, saved_tensors
@@ -130,3 +134,37 @@ def expect_equal(actual: dict[Any, torch.Tensor], expected: dict[Any, torch.Tens
     assert actual.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(actual[key], tensor), key
+
+
+def test_the_plan_holds_a_grid_and_a_decoded_picture(folders: dict[str, Path]) -> None:
+    pipeline = folders["flux1"] / "pipeline"
+    words = (
+        *STREAM,
+        f"sample.pipeline=path:{pipeline}",
+        "sample.every_steps=2",
+        "sample.seeds=[1,2]",
+        "hardware.host_memory=8GB",
+    )
+    small, wide = (("sample.height=64", "sample.width=64"), ("sample.height=1024", "sample.width=1024"))
+    without = demanded(folders, *STREAM)
+    assert without.samples is None
+    few, many = demanded(folders, *words, *small), demanded(folders, *words, *small, "sample.num_prompts=400")
+    decoded = demanded(folders, *words, *wide)
+    assert few.samples is not None and many.samples is not None and decoded.samples is not None
+    assert many.samples.rows > 50 * few.samples.rows
+    assert decoded.samples.decode_bytes > 2 * few.samples.decode_bytes
+    validation = [estimate(demand, Policy()).device["validation"] for demand in (without, few, many, decoded)]
+    assert validation[0] <= validation[1] < validation[2] and validation[3] > 2**20
+
+
+def test_what_a_vae_holds_is_counted(folders: dict[str, Path]) -> None:
+    vae = AutoencoderKL.from_pretrained(folders["flux1"] / "pipeline", subfolder="vae", use_safetensors=True)
+    with torch.no_grad(), LiveBytes(vae.parameters()) as live:
+        vae.decode(torch.randn(1, 16, 8, 8))
+    weights = sum(parameter.nbytes for parameter in vae.parameters())
+    assert decode_bytes(folders["flux1"] / "pipeline", 64) == pytest.approx(weights + live.peak, rel=0.05)
+
+
+def demanded(folders: dict[str, Path], *words: str) -> Any:
+    config = configured("flux1", folders, *words)
+    return demand(config, model_spec(config))
