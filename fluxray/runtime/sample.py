@@ -13,11 +13,14 @@ from fluxray.checkpoint import committed, open_newest
 from fluxray.config.encode import PIXELS_PER_TOKEN
 from fluxray.config.load import from_yaml
 from fluxray.config.schema import ModelConfig
+from fluxray.config.text import read_file
 from fluxray.data.latent_shards import TextEmbedding
 from fluxray.data.latents import LatentCache
 from fluxray.data.prompts import Prompt, PromptSet, read_prompts, write_prompts
 from fluxray.errors import CheckpointError, ConfigError, FluxrayError
 from fluxray.export import MODEL_DIR
+from fluxray.export.adapter import adapters_of, is_adapted, merged
+from fluxray.export.files import Kept
 from fluxray.export.run import require_averages
 from fluxray.models.encoders import TextEncoder, encoder_facts
 from fluxray.models.flux_facts import flux_facts, library_config
@@ -74,7 +77,10 @@ def of_run(run_dir: Path, averaged: bool, pipeline: str | None, notify: Callable
     if averaged:
         require_averages(reader, run_dir.name)
     model = model_of(run_dir / MODEL_DIR).model_copy(update={"fused_qkv": False})
-    weights = Averaged(reader) if averaged else reader
+    weights: StateReader = Averaged(reader) if averaged else reader
+    if is_adapted(reader):
+        keys = read_file(run_dir / CONFIG_FILE, f"RUN: {run_dir}")
+        weights = merged(adapters_of(keys, run_dir / MODEL_DIR, model.config, Kept(reader, torch.float32, averaged))).reader
     found = Origin(run_dir.name, reader.state.step, model, weights, pipeline or config.sample.pipeline or config.model.weights)
     try:
         cache = LatentCache(cache_folder(config.data.cache or ""))

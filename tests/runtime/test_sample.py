@@ -97,6 +97,24 @@ def test_streamed_and_published_weights_are_the_resident_ones(trained: tuple[Pat
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
+def test_a_run_of_adapters_is_sampled_merged(tmp_path: Path, flux1_pictures: Path) -> None:
+    words = (*QUICK, "train.num_steps=2", "adapter.kind=lora", "adapter.rank=2", "optim.lr=0.1", "ema.decay=0.5")
+    config = configured("flux1", {"flux1": flux1_pictures}, *words)
+    train(config, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    outputs = []
+    for averaged in (False, True):
+        folder = tmp_path / f"merged-{averaged}"
+        export_run(tmp_path / "run", folder, notify=lambda _: None, averaged=averaged, merge=True)
+        origin = sampling.of_run(tmp_path / "run", averaged, None, print)
+        batch = draw_for(origin.model)
+        published = load_forwards(origin.model, f"path:{folder}", CPU)[0]([batch])[0]
+        for streamed in (False, True):
+            outputs.append(load_forwards(origin.model, origin.weights, CPU, streamed)[0]([batch])[0])
+            assert torch.equal(outputs[-1], published)
+    assert not torch.equal(outputs[0], outputs[-1])
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
