@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray.config.adapter import LoraConfig
 from fluxray.engine.clip import Clip, clip_units
@@ -208,3 +209,17 @@ def test_names_of_adapted_layers_are_found_again() -> None:
     assert ("model.layers.0.self_attn.q_proj", "lora_A") in layers and len(layers) == 2 * 4 * 3
     assert lora.library_path("model.layers.0.self_attn.q_proj.base_layer") == "model.layers.0.self_attn.q_proj"
     assert lora.library_path("lm_head") == "lm_head" and lora.layer_of("lm_head") is None
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("differing", [{}, MIXED], ids=["fp32", "mixed-bf16"])
+@pytest.mark.parametrize("family", ["flux2", "llama"])
+def test_fsdp_shards_a_frozen_base_beside_adapters(family: str, differing: dict, tmp_path: Path) -> None:
+    adapted = Adapted(family)
+    sharded, resident = adapted.sharded(DeviceMesh("cpu", torch.arange(1)), **differing), adapted.sharded(**differing)
+    expected = [loss for loss, _ in adapted.train(resident)]
+    assert [loss for loss, _ in adapted.train(sharded)] == pytest.approx(expected, rel=1e-3 if differing else 1e-6)
+    frozen = frozen_of(resident._stack.model)
+    for name, value in frozen_of(sharded._stack.model).items():
+        assert torch.equal(value.to_local(), frozen[name]) and value.dtype == frozen[name].dtype
+    assert list(resident.load_items(saved(sharded, tmp_path))) == []

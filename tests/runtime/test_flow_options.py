@@ -82,9 +82,10 @@ def test_masks_of_ones_train_as_without_bit_for_bit_and_others_do_not(caches, tm
 def test_a_regularisation_set_changes_training_and_resumes_to_the_bit(caches, tmp_path, engine):
     how = ("engine.kind=stream", "activation_checkpoint=full") if engine == "stream" else ()
     keys = (f"data.prior_cache={caches / 'prior'}", "task.prior_weight=0.5", *how)
-    whole = run(caches, tmp_path / "whole", "plain", *keys)
-    first = run(caches, tmp_path / "parts", "plain", *keys, steps=2)
-    rest = run(caches, tmp_path / "parts", "plain", *keys)
+    keys += ("checkpoint.every_steps=1",)
+    whole = run(caches, tmp_path / "whole", "plain", *keys, steps=3)
+    first = run(caches, tmp_path / "parts", "plain", *keys, steps=1)
+    rest = run(caches, tmp_path / "parts", "plain", *keys, steps=3)
     assert first[0] + rest[0] == whole[0] and rest[1] == whole[1]
     assert all(torch.equal(value, whole[2][name]) for name, value in rest[2].items())
 
