@@ -28,8 +28,9 @@ Overrides = Sequence[str] | Mapping[str, Any]
 def resolve(profile: str | None = None, model: str | None = None, overrides: Overrides = ()) -> TrainConfig:
     """Return the configuration of a run.
 
-    `profile` names a file of `profiles/`, `model` one of `models/`, or is `path:DIR` or `hf:NAME` of a published model.
-    `overrides` are words `dotted.key=value` (values read as YAML) or a mapping from dotted keys. Raises ConfigError.
+    `profile` names a file of `profiles/`, or is the path of another (FILE.yaml). `model` names one of `models/`, or is `path:DIR`
+    or `hf:NAME` of a published model. `overrides` are words `dotted.key=value` (values read as YAML) or a mapping from dotted
+    keys. Raises ConfigError.
     """
     tree: Tree = {}
     for _, layer in layers(profile, model, overrides):
@@ -115,6 +116,8 @@ def _model_layer(model: str) -> Tree:
 
 
 def _read_named(folder: str, name: str, option: str) -> Tree:
+    if name.endswith((".yaml", ".yml", ".json")):
+        return text.read_file(Path(name).expanduser(), f"{option}: {name}")
     names = preset_names(folder)
     if name not in names:
         close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
