@@ -82,7 +82,7 @@ class Assignment:
     """What the driver hands each worker.
 
     `run` is a pickled function from TrainConfig and WorkerContext to RunSummary, which only the workers open. `tracking` is None
-    where nothing is logged to MLflow. `rung` is that of WorkerContext.
+    where nothing is logged to MLflow. `rung` is that of WorkerContext. `metric` is what a sweep judges the run by.
     """
 
     run: bytes
@@ -92,6 +92,7 @@ class Assignment:
     board: Any
     tracking: Target | None
     rung: int | None = None
+    metric: str | None = None
 
 
 def pack(function: Callable[..., Any]) -> bytes:

@@ -93,28 +93,35 @@ def _check_address(address: str) -> None:
 
 def check_machine(asked: ResourcesConfig) -> None:
     """Raise PlanError for more than this machine has where no cluster is named, before Ray takes its time to start here."""
+    here = machine_alone()
+    if here is not None:
+        check_fits(asked.model_copy(update={"label_selector": {}, "accelerator": None}), [here], owner="this machine")
+
+
+def alive_nodes() -> list[Node]:
+    """Return the nodes of the connected cluster."""
+    return [Node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
+
+
+def machine_alone() -> Node | None:
+    """Return this machine as the only node, where Ray would be started here; None where a cluster is named or connected."""
     if ray.is_initialized() or os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
-        return
+        return None
     import torch
 
-    here = Node({"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}, {})
-    check_fits(asked.model_copy(update={"label_selector": {}, "accelerator": None}), [here], owner="this machine")
+    return Node({"CPU": os.cpu_count() or 1, "GPU": torch.cuda.device_count()}, {})
 
 
 def check_resources(asked: ResourcesConfig) -> None:
     """Raise PlanError for what the cluster cannot hold, at once or after `wait_s`, and soon for what others are using."""
     _await_nodes(asked)
-    nodes = _alive()
+    nodes = alive_nodes()
     check_fits(asked, nodes)
     deadline = time.monotonic() + FREE_TIMEOUT_S
     while (taken := _taken(asked, ray.available_resources())) and time.monotonic() < deadline:
         time.sleep(0.5)
     if taken:
         raise PlanError(f"{taken} on a cluster of {_inventory(nodes)}; wait for other runs to end, or ask for less")
-
-
-def _alive() -> list[Node]:
-    return [Node(node["Resources"], node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
 
 
 def _await_nodes(asked: ResourcesConfig) -> None:
@@ -136,7 +143,7 @@ def _await_nodes(asked: ResourcesConfig) -> None:
 
 def _fits(asked: ResourcesConfig) -> bool:
     try:
-        check_fits(asked, _alive())
+        check_fits(asked, alive_nodes())
     except PlanError:
         return False
     return True
@@ -153,18 +160,32 @@ def check_fits(asked: ResourcesConfig, nodes: Sequence[Node], owner: str = "the 
             f"resources.label_selector: {dict(asked.label_selector)} matches none of the cluster's {_nodes(nodes)} "
             f"(labels there: {', '.join(labels) or 'none'}); start nodes with `ray start --labels`, or change the key"
         )
-    fitting = labelled
-    if asked.accelerator is not None:
-        fitting = [node for node in labelled if ACCELERATOR_PREFIX + asked.accelerator in node.resources]
+    fitting = matching(nodes, asked)
     if not fitting:
         found = {key for node in labelled for key in node.resources if key.startswith(ACCELERATOR_PREFIX)}
         names = sorted(key.removeprefix(ACCELERATOR_PREFIX) for key in found)
         close = difflib.get_close_matches(str(asked.accelerator), names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there: {', '.join(names) or 'none'}; drop the key or change it"
         raise PlanError(f"resources.accelerator: {asked.accelerator!r} is on none of the cluster's {_nodes(labelled)}; {hint}")
-    room = sum(_room(node, asked) for node in fitting)
-    if room < asked.num_workers:
-        raise PlanError(_too_small(asked, fitting, room, owner))
+    places = sum(room(node, asked) for node in fitting)
+    if places < asked.num_workers:
+        raise PlanError(_too_small(asked, fitting, places, owner))
+
+
+def matching(nodes: Sequence[Node], asked: ResourcesConfig) -> list[Node]:
+    """Return the nodes that have the labels and the kind of GPU that are asked for."""
+    labelled = [node for node in nodes if _matches(node.labels, asked.label_selector)]
+    return [node for node in labelled if asked.accelerator is None or ACCELERATOR_PREFIX + asked.accelerator in node.resources]
+
+
+def room(node: Node, asked: ResourcesConfig) -> int:
+    """Return for how many workers a node that is all free has room. A share of a GPU is one of one card."""
+    places = math.floor((node.resources.get("CPU", 0) + GRAIN) / asked.cpu)
+    if asked.gpu > 0:
+        cards = node.resources.get("GPU", 0) + GRAIN
+        of_cards = math.floor(cards) * math.floor(1 / asked.gpu + GRAIN) if asked.gpu < 1 else math.floor(cards / asked.gpu)
+        places = min(places, of_cards)
+    return places
 
 
 def find_served_card(asked: ResourcesConfig) -> int | None:
@@ -228,11 +249,6 @@ def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
         if (labels.get(key) in values) != positive:
             return False
     return True
-
-
-def _room(node: Node, asked: ResourcesConfig) -> int:
-    needs = {"CPU": asked.cpu, "GPU": asked.gpu}
-    return min(math.floor((node.resources.get(name, 0) + GRAIN) / need) for name, need in needs.items() if need > 0)
 
 
 def _too_small(asked: ResourcesConfig, nodes: Sequence[Node], room: int, owner: str) -> str:

@@ -26,13 +26,25 @@ RUN_TAG, DIR_TAG = "fluxray.run", "fluxray.run_dir"
 
 @dataclass(frozen=True)
 class Identity:
-    """A run of that name, in that folder, first started then (milliseconds): the same three are the same MLflow run."""
+    """A run of that name, in that folder, first started then (milliseconds): the same three are the same MLflow run.
+
+    `parent` is the folder of the sweep that the run is a trial of, whose MLflow run is its parent.
+    """
 
     name: str
     run_dir: str
     started: int
     tags: Mapping[str, str]
     params: Mapping[str, str]
+    parent: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a trial is part of: the folder of its sweep, and the tags that tell it from the other trials."""
+
+    sweep_dir: Path
+    tags: Mapping[str, str]
 
 
 def read_identity(run_dir: Path) -> Identity | None:
@@ -43,10 +55,11 @@ def read_identity(run_dir: Path) -> Identity | None:
         return None
 
 
-def write_identity(config: TrainConfig, run_dir: Path) -> Identity:
+def write_identity(config: TrainConfig, run_dir: Path, part: Part | None = None) -> Identity:
     """Give the run of `config` an identity that begins now."""
-    tags = {RUN_TAG: str(config.name), DIR_TAG: str(run_dir), **_origin_tags()}
-    identity = Identity(str(config.name), str(run_dir), int(time.time() * 1000), tags, _params(config))
+    tags = {RUN_TAG: str(config.name), DIR_TAG: str(run_dir), **origin_tags(), **(part.tags if part else {})}
+    parent = str(part.sweep_dir) if part else None
+    identity = Identity(str(config.name), str(run_dir), int(time.time() * 1000), tags, _params(config), parent)
     write_text(run_dir / FOLDER / FILE, json.dumps(asdict(identity)))
     return identity
 
@@ -69,7 +82,8 @@ def _params(config: TrainConfig) -> dict[str, str]:
     return {key: param(value) for key, value in flat.items()}
 
 
-def _origin_tags() -> dict[str, str]:
+def origin_tags() -> dict[str, str]:
+    """Return the versions of what computes, and the git revision where fluxray is run from a checkout."""
     tags = {"version.fluxray": fluxray.__version__}
     for package in VERSIONED:
         try:

@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from fluxray.protocols import RunSummary
 from fluxray.runtime import cluster, ladder, tracking
 from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, silent_ranks, start_board
 from fluxray.runtime.failure import explain
+from fluxray.runtime.identity import Part
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import (
     CONFIG_FILE,
@@ -69,6 +70,15 @@ class FinishedRun:
 TRAINING = Steps(preflight, run_worker)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What a run is told that is a trial of a sweep: what it is part of, by what it is judged, and when it is to stop."""
+
+    part: Part
+    metric: str
+    should_stop: Callable[[], bool]
+
+
 def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps: Steps = TRAINING) -> FinishedRun:
     """Train on Ray to the end, or go on with the run of that name.
 
@@ -81,27 +91,34 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
     steps.preflight(run.config, run.home.cache)
     with cluster.session(verbose) as local_cores:
         cluster.check_resources(run.config.resources)
-        missing = _mend_registry(run.run_dir)
-        fetch_lost(run)
-        save_config(run)
-        target = tracking.start_run(run.config, run.home, run.run_dir, run.resumed)
-        with _recorded(target, run.run_dir):
-            print(f"run {run.name} {'goes on' if run.resumed is not None else 'starts'} in {run.run_dir}", flush=True)
-            for name in missing:
-                print(f"checkpoint {name} is gone from {run.run_dir}: not used", flush=True)
-            summary = _down_the_ladder(run, target, pack(steps.run), local_cores)
+        return carry_out(run, pack(steps.run), local_cores)
+
+
+def carry_out(run: Run, work_fn: bytes, local_cores: int | None, trial: Trial | None = None) -> FinishedRun:
+    """Train a prepared run, whose checks have passed, on the connected Ray. Raises like `train`."""
+    missing = _mend_registry(run.run_dir)
+    fetch_lost(run)
+    save_config(run)
+    target = tracking.start_run(run.config, run.home, run.run_dir, run.resumed, trial.part if trial else None)
+    with _recorded(target, run.run_dir):
+        print(f"run {run.name} {'goes on' if run.resumed is not None else 'starts'} in {run.run_dir}", flush=True)
+        for name in missing:
+            print(f"checkpoint {name} is gone from {run.run_dir}: not used", flush=True)
+        first = Assignment(work_fn, run.config, run.run_dir, run.home.cache, None, target)
+        judged = replace(first, metric=trial.metric) if trial else first
+        summary = _down_the_ladder(run, judged, local_cores, trial.should_stop if trial else None)
     return FinishedRun(run.name, run.run_dir, target.shown, summary)
 
 
-def _down_the_ladder(run: Run, target: tracking.Target, work_fn: bytes, local_cores: int | None) -> RunSummary:
+def _down_the_ladder(run: Run, first: Assignment, local_cores: int | None, should_stop: Callable[[], bool] | None) -> RunSummary:
     """Fit from the rung on which the run stands; where memory does not suffice, anew on the next one."""
     rung = ladder.begin(run.config, run.run_dir, run.resumed)
     if rung.number:
         print(f"out of memory earlier: goes on with {rung.words}", flush=True)
     while True:
-        assignment = Assignment(work_fn, run.config, run.run_dir, run.home.cache, start_board(), target, rung.number)
+        assignment = replace(first, board=start_board(), rung=rung.number)
         try:
-            return fit(assignment, run.run_dir, local_cores)
+            return fit(assignment, run.run_dir, local_cores, should_stop)
         except PlanError as error:
             raise ladder.refused(run.config, run.run_dir, rung.number, error) from None
         except OutOfMemory as error:
@@ -110,7 +127,8 @@ def _down_the_ladder(run: Run, target: tracking.Target, work_fn: bytes, local_co
         assert down is not None, "the driver alone writes down where a run stands"
         rung = down.rung
         print(down.told, flush=True)
-        tracking.note(target, {f"oom.{down.count}": down.told})
+        assert first.tracking is not None
+        tracking.note(first.tracking, {f"oom.{down.count}": down.told})
 
 
 def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluation) -> RunSummary:
@@ -132,10 +150,13 @@ def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluatio
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSummary:
+def fit(
+    assignment: Assignment, ray_dir: Path, local_cores: int | None, should_stop: Callable[[], bool] | None = None
+) -> RunSummary:
     """Run `assignment` on Ray Train, whose own files go to `ray_dir`; shows progress meanwhile.
 
-    Raises like `train`, and OutOfMemory unless the run was asked to stop.
+    A signal asks the run to save and stop, and so does `should_stop`, which is asked now and then. Raises like `train`, and
+    OutOfMemory unless the run was asked to stop.
     """
     config, board, name = assignment.config, assignment.board, assignment.run_dir.name
     stops = threading.Event()
@@ -147,6 +168,8 @@ def fit(assignment: Assignment, ray_dir: Path, local_cores: int | None) -> RunSu
 
     def poll(num_seen: int) -> Snapshot | None:
         keeper.keep()
+        if should_stop is not None and not stops.is_set() and should_stop():
+            request_stop()
         return read_board(board, num_seen)
 
     keeper = RegistryKeeper(assignment.run_dir)

@@ -1,4 +1,4 @@
-"""Where everything lies under fluxray's home: runs/NAME, cache, mlflow.db, mlartifacts."""
+"""Where everything lies under fluxray's home: runs/NAME, sweeps/NAME, cache, mlflow.db, mlartifacts."""
 
 import difflib
 import json
@@ -32,6 +32,11 @@ class Home:
     def runs(self) -> Path:
         """Parent of the runs' folders."""
         return self.root / "runs"
+
+    @property
+    def sweeps(self) -> Path:
+        """Parent of the sweeps' folders."""
+        return self.root / "sweeps"
 
     @property
     def cache(self) -> Path:
@@ -81,6 +86,21 @@ def find_run(name_or_path: str, where: Home) -> Path:
     else:
         hint = f"there are {', '.join(names[-5:])}" if names else "there is no run yet; `fluxray train` makes one"
     raise ConfigError(f"RUN: {name_or_path!r} is neither a run in {where.runs} nor the folder of one; {hint}")
+
+
+def list_sweeps(where: Home) -> list[Path]:
+    """Return the folders of all sweeps, by name."""
+    return sorted(path.parent for path in where.sweeps.glob(f"*/{CONFIG_FILE}"))
+
+
+def find_sweep(name: str, where: Home) -> Path:
+    """Return the folder of a sweep; raises ConfigError with close matches."""
+    if (where.sweeps / name / CONFIG_FILE).is_file() and Path(name).name == name:
+        return where.sweeps / name
+    names = [sweep.name for sweep in list_sweeps(where)]
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names[-5:])}"
+    raise ConfigError(f"NAME: {name!r} is no sweep in {where.sweeps}; {hint if names else 'there is none yet'}")
 
 
 def registered_checkpoints(run_dir: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from fluxray.runtime.board import Assignment, Fault
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.imports import quick_imports
 from fluxray.runtime.paths import committed_checkpoints, registered_checkpoints
+from fluxray.runtime.points import PointWriter
 from fluxray.runtime.tracking import MetricWriter
 
 BEAT_EVERY_S = 1.0
@@ -90,6 +91,8 @@ class Reporter:
         self._stops = False
         logs = rank == 0 and assignment.tracking is not None
         self._writer = MetricWriter(assignment.tracking, self.notify) if logs and assignment.tracking else None
+        judged = rank == 0 and assignment.metric is not None
+        self._points = PointWriter(assignment.run_dir, assignment.metric) if judged and assignment.metric else None
 
     def adopt(self) -> None:
         """Have Ray register what it does not know and a resume counts on: fetched from the mirror, or written without Ray."""
@@ -109,6 +112,8 @@ class Reporter:
             self._board.push.remote(report.step, dict(report.metrics))
             if self._writer is not None:
                 self._writer.log(report.step, report.metrics)
+            if self._points is not None:
+                self._points.see(report.step, report.metrics)
         if report.checkpoint is not None:
             self._commit(report, report.checkpoint)
 
@@ -141,6 +146,8 @@ class Reporter:
         """Leave what MLflow has not got yet to the driver."""
         if self._writer is not None:
             self._writer.close()
+        if self._points is not None:
+            self._points.close()
 
     def _commit(self, report: Report, saved: SavedCheckpoint) -> None:
         """Let Ray register a checkpoint as soon as it is durable, and delete the oldest beyond the number to keep.
@@ -151,6 +158,8 @@ class Reporter:
         """
         if self._writer is not None:
             self._writer.flush()
+        if self._points is not None:
+            self._points.sync()
         path = saved.path
         if path.name in self._registered:
             return

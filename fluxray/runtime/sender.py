@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ CONNECTION_FAULTS = {
 }
 """What to say for what urllib3 and requests say at length."""
 
-LOCK_FILE = "sender.lock"
+LOCK_FILE, CREATION_LOCK_FILE = "sender.lock", "creation.lock"
+PARENT_TAG = "mlflow.parentRunId"
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,7 @@ class Sender:
             self._client = connect(self._target.uri)
             artifacts = self._target.artifacts
             experiment = _experiment(self._client, self._target.experiment, artifacts.as_uri() if artifacts else None)
-            run = _find(self._client, experiment, identity) or self._client.create_run(
-                experiment, start_time=identity.started, run_name=identity.name, tags=dict(identity.tags)
-            )
+            run = _find_or_create(self._client, experiment, identity, self._target.folder)
         _log_missing_params(self._client, run, identity.params)
         self._last_step = {metric.key: metric.step for metric in run.to_proto().data.metrics}
         self._run_id = run.info.run_id
@@ -252,10 +251,11 @@ def _is_temporary(error: Exception) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let only one process at a time create the embedded database."""
+    """Let only one process at a time create the embedded database, or a run; without locks in the file system, any."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -273,6 +273,26 @@ def _find(client: Any, experiment: str, identity: Identity) -> Any:
     wanted = f"tags.`{RUN_TAG}` = '{identity.name}' AND attributes.start_time = {identity.started}"
     runs = client.search_runs([experiment], wanted, max_results=100)
     return next((run for run in runs if run.data.tags.get(DIR_TAG) == identity.run_dir), None)
+
+
+def _find_or_create(client: Any, experiment: str, identity: Identity, folder: Path) -> Any:
+    """Return the MLflow run of the `identity` in `folder`; that of a trial is made under its sweep's, which comes first.
+
+    Several trials may find that their sweep has no run yet: one makes it.
+    """
+    tags = dict(identity.tags)
+    if identity.parent is not None:
+        tags[PARENT_TAG] = _parent(client, experiment, Path(identity.parent))
+    with _locked(folder / CREATION_LOCK_FILE):
+        found = _find(client, experiment, identity)
+        return found or client.create_run(experiment, start_time=identity.started, run_name=identity.name, tags=tags)
+
+
+def _parent(client: Any, experiment: str, sweep_dir: Path) -> str:
+    identity = read_identity(sweep_dir)
+    if identity is None:
+        raise ConfigError(f"sweep: {sweep_dir / FOLDER} has lost its run.json; start the sweep again under another name")
+    return _find_or_create(client, experiment, identity, sweep_dir / FOLDER).info.run_id
 
 
 def _log_missing_params(client: Any, run: Any, params: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import ConfigError, FluxrayError
 from fluxray.runtime import spool
 from fluxray.runtime.delivery import deliver, describe_left
-from fluxray.runtime.identity import FOLDER, masked, param, read_identity, write_identity
+from fluxray.runtime.identity import FOLDER, Part, masked, param, read_identity, write_identity
 from fluxray.runtime.paths import CONFIG_FILE, Home, home
 from fluxray.runtime.sender import BusyError, Sender, Target, check_answer, short
 from fluxray.runtime.system import SystemMetrics
@@ -72,10 +72,13 @@ def target_of(config: TrainConfig, where: Home, run_dir: Path) -> Target:
     )
 
 
-def start_run(config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[str, Any] | None) -> Target:
+def start_run(
+    config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[str, Any] | None, part: Part | None = None
+) -> Target:
     """Begin the record of `config.name`, or go on with that of an earlier start: parameters, tags, config.yaml.
 
-    `resumed` is None for a new run, else the keys whose values differ from the earlier start's. Creates the embedded database.
+    `resumed` is None for a new run, else the keys whose values differ from the earlier start's. With `part` the run is nested
+    under its sweep's, whose record must have been begun. Creates the embedded database.
     A server that does not answer is told to the user and gets everything later; ConfigError for what waiting does not mend.
     """
     target = target_of(config, where, run_dir)
@@ -85,7 +88,7 @@ def start_run(config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[
     if resumed is None:
         _discard(target.folder)
     if read_identity(run_dir) is None:
-        write_identity(config, run_dir)
+        write_identity(config, run_dir, part)
     if resumed is not None:
         changes = [{"status": "RUNNING"}, {"tags": {f"resumed.{key}": param(value) for key, value in resumed.items()}}]
     _write(target, [*changes, {"artifact": CONFIG_FILE}])
@@ -103,6 +106,24 @@ def start_run(config: TrainConfig, where: Home, run_dir: Path, resumed: Mapping[
 def note(target: Target, tags: Mapping[str, str]) -> None:
     """Have MLflow keep tags of a run that is going on; whoever sends next sends them."""
     _write(target, [{"tags": {key: param(value) for key, value in tags.items()}}])
+
+
+def keep(target: Target, names: Iterable[str]) -> None:
+    """Have MLflow keep files of a run's folder; whoever sends next sends them."""
+    _write(target, [{"artifact": name} for name in names])
+
+
+def end(target: Target, status: Status) -> None:
+    """Have MLflow end a run's record now; whoever sends next sends that."""
+    _write(target, [{"status": status, "time": _now()}])
+
+
+def send(target: Target) -> Exception | None:
+    """Send what a run's spool holds, in bounded time. Returns what stood in the way. Never raises."""
+    try:
+        return deliver(target, MAX_END_S, _say)
+    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, others have their turn
+        return error
 
 
 def finish_run(target: Target, status: Status, run_dir: Path) -> str | None:
