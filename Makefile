@@ -1,5 +1,6 @@
 # Needs Python 3.11 or newer and nothing else; everything is installed into .venv. pip's own variables (PIP_CONSTRAINT, ...) apply.
 #   make train   trains a small model on real English on the CPU; more words of the configuration: make train ARGS='train.num_steps=50'
+#   make tune    a small grid of such trainings, two at a time; more words: make tune ARGS='--max-concurrent 1'
 #   make test    runs the tests
 #   make drill   kills parts of a training at random for the better part of an hour, and compares it with an undisturbed one
 #   make check   runs the linters, the type checker, the import rules, the checks of documents and deployment files
@@ -8,10 +9,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: train test check drill clean
+.PHONY: train tune test check drill clean
 
 train: .venv/installed
 	$(BIN)/python jobs/train.py --profile cpu --model lm-tiny $(ARGS)
+
+tune: .venv/installed
+	$(BIN)/python jobs/tune.py tune_spaces/tiny_grid.yaml --profile cpu --model lm-tiny $(ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest $(ARGS)

@@ -241,10 +241,10 @@ def sync(
     storage: Storage = None,
 ) -> None:
     """Send MLflow what it has not got yet of a run, or of all runs."""
-    from fluxray.runtime.paths import find_run, home, list_runs
+    from fluxray.runtime.paths import find_run, home, list_runs, list_sweeps
 
     where = home(storage)
-    run_dirs = [find_run(run, where)] if run is not None else list_runs(where)
+    run_dirs = [find_run(run, where)] if run is not None else [*list_sweeps(where), *list_runs(where)]
     from fluxray.runtime.tracking import sync as send
 
     if num_left := send(run_dirs, print):
@@ -277,6 +277,67 @@ def ui(
     from fluxray.runtime.ui import serve
 
     serve(home(storage), port)
+
+
+@app.command()
+def tune(  # noqa: PLR0913, PLR0917 - the options of a command
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[SPACE] [KEY=VALUE]", help="A file such as tune_spaces/asha.yaml; keys.")
+    ] = None,
+    profile: Profile = None,
+    model: Model = None,
+    samples: Annotated[int | None, typer.Option(metavar="N", min=1, help="Draws, in place of the space's.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(metavar="N", min=1, help="Trials at a time, at most.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="NAME", help="Go on with that sweep.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print trials, memory plans and time; start nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Allow more than 10,000 trials.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any trial fails.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Search a space of configurations: every trial is a run, all are compared at the same budget."""
+    from fluxray.runtime.stopping import interrupt_on_sigterm
+    from fluxray.runtime.sweep_start import begin
+
+    interrupt_on_sigterm()
+    sweep = begin(words or (), profile, model, samples, resume)
+    with quick_imports():
+        from fluxray.runtime.sweep_shown import ending_lines, table_lines
+
+    if dry_run:
+        with quick_imports():
+            from fluxray.runtime.sweep_plan import describe
+
+        describe(sweep, max_concurrent, yes, print)
+        return
+    with quick_imports():
+        from fluxray.runtime.tune import run_sweep
+
+    table = run_sweep(sweep, max_concurrent, yes, verbose)
+    print("\n".join([*table_lines(table), *ending_lines(table)]), flush=True)
+    failed = table.with_status("failed")
+    if table.winner is None:
+        raise FailedError(f"sweep {sweep.name}: no trial has a result; the lines above say why")
+    print(f"`fluxray best {sweep.name}` prints it as a profile")
+    if strict and failed:
+        raise FailedError(f"sweep {sweep.name}: {len(failed)} of {len(table.trials)} trials failed, and --strict is set")
+
+
+@app.command()
+def best(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A sweep's name.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write, such as best.yaml.")] = None,
+    storage: Storage = None,
+) -> None:
+    """Print the best trial of a sweep as a profile, for `fluxray train --profile FILE`."""
+    from fluxray.runtime.paths import home
+    from fluxray.runtime.sweep_start import best_profile
+
+    text = best_profile(name, home(storage))
+    if out is None:
+        print(text, end="")
+        return
+    out.expanduser().absolute().write_text(text, encoding="utf-8")
+    print(f"written to {out}; `fluxray train --profile {out}` takes it")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

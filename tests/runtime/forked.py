@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +23,22 @@ class Done(NamedTuple):
 
 def fluxray(words: Sequence[str], cwd: Path, environment: dict[str, str], said: Path) -> Done:
     """Run a command to its end; what it says goes to files under `said`."""
-    CONTEXT.set_forkserver_preload(LOADED)
-    said.mkdir()
-    process = CONTEXT.Process(target=_run, args=(list(words), cwd, environment, said))
-    process.start()
+    process = start(words, cwd, environment, said)
     try:
         process.join(LIMIT_S)
         return Done(process.exitcode, (said / "out").read_text(), (said / "err").read_text())
     finally:
         process.kill()
         process.join()
+
+
+def start(words: Sequence[str], cwd: Path, environment: dict[str, str], said: Path) -> ForkServerProcess:
+    """Start a command; what it says goes to files under `said`."""
+    CONTEXT.set_forkserver_preload(LOADED)
+    said.mkdir()
+    process = CONTEXT.Process(target=_run, args=(list(words), cwd, environment, said))
+    process.start()
+    return process
 
 
 def _run(words: list[str], cwd: Path, environment: dict[str, str], said: Path) -> None:
