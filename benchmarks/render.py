@@ -55,6 +55,14 @@ COLUMNS = {
     "off_by_loss": "off fp32 by",
     "range_of_seeds": "range of seeds",
     "best_lr": "best learning rate",
+    "lr": "learning rate",
+    "micro_size": "micro-batch",
+    "accumulation_steps": "accumulation",
+    "num_trials": "trials",
+    "num_stopped": "stopped early",
+    "num_ended_before": "ended before the kill",
+    "tokens": "tokens in all",
+    "equal": "equal to undisturbed",
     "first_step_s": "first step, s",
     "ratio": "ratio",
     "git": "revision",
@@ -193,6 +201,36 @@ def prediction_conclusion(rows: list[Row]) -> str:
     )
 
 
+def sweep_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of sweep.json show."""
+    by_note = {row["note"]: row for row in rows}
+    grid, asha, resumed = (by_note[note] for note in ("3 x 3 x 2 grid", "the same under ASHA", "driver killed, then --resume"))
+    at_lr = sorted((row["best_lr"], row["last_loss"]) for row in rows if row["note"] == "its best at one learning rate")
+    inner = at_lr[0][1] > grid["last_loss"] < at_lr[-1][1]
+    losses = ", ".join(f"{loss:g} at {lr:g}" for lr, loss in at_lr)
+    where = "worse on both sides" if inner else "at the edge of what was searched"
+    off = abs(asha["last_loss"] / grid["last_loss"] - 1)
+    table = "the same table, to the bit, as" if resumed["equal"] else "another table than"
+    return (
+        f"At equal tokens the grid's optimum is a learning rate of {grid['best_lr']:g}, {where} (held-out loss {losses}). "
+        f"ASHA stops {asha['num_stopped']} of {asha['num_trials']} trials early and spends {asha['ratio']:.0%} of the grid's "
+        f"tokens; its best is {off:.1%} off the grid's. A sweep whose driver was killed with SIGKILL and resumed has {table} an "
+        "undisturbed one."
+    )
+
+
+def sweep_card_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of sweep-card.json show."""
+    best, report = rows[0], next((row for row in rows if row["note"].endswith("the report's best")), None)
+    told = (
+        f"At equal tokens micro-batch {best['micro_size']}, learning rate {best['lr']:g} and accumulation "
+        f"{best['accumulation_steps']} won, with a held-out loss of {best['last_loss']:g}"
+    )
+    if report is None:
+        return f"{told}; the report's best (8, 5e-5, 4) was not among the trials that ended."
+    return f"{told}; the report's best (8, 5e-5, 4) reaches {report['last_loss']:g}."
+
+
 CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "service": ("What Ray, MLflow and saving cost: flux2-seed on one GPU", service_conclusion),
     "encode": ("Encoding ahead: pictures and captions on one GPU", encode_conclusion),
@@ -202,6 +240,8 @@ CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "step_kernel": ("The optimizer step of one block, 8-bit AdamW", step_kernel_conclusion),
     "techniques": ("What each technique costs and saves: flux2-seed on one GPU", techniques_conclusion),
     "prediction": ("What to expect of one RTX A6000, and what it costs", prediction_conclusion),
+    "sweep": ("Sweeps: lm-tiny on two cores", sweep_conclusion),
+    "sweep-card": ("The grid of the report: flux2-seed on one GPU, trials that share it", sweep_card_conclusion),
     "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
 }

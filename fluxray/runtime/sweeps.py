@@ -1,11 +1,14 @@
 """A sweep's folder: what it is started with, what it is resumed with, how its trials ended.
 
-sweeps/NAME/
-  sweep.json            `Head`, the space and the base that trials begin with
-  config.yaml           the base, resolved; space.yaml, environment.json: what MLflow keeps
-  trials.jsonl          the table (`fluxray/runtime/sweep_table.py`)
-  outcomes/00003.json   how trial 3 ended, written by the trial itself: it counts even if the driver was gone
-  stop                  while it is there, trials save and stop
+    sweeps/NAME/
+      sweep.json            `Head`, the space and the base that trials begin with
+      config.yaml           the base, resolved; space.yaml, environment.json: what MLflow keeps
+      trials.jsonl          the table (`fluxray/runtime/sweep_table.py`)
+      outcomes/00003.json   how trial 3 ended
+      outcomes/00003.stop   the scheduler has decided to stop it
+      stop                  while it is there, trials save and stop
+
+An outcome is written by the trial itself, so it counts even if the driver was gone.
 """
 
 import json
@@ -134,10 +137,23 @@ def write_outcome(folder: Path, trial: int, outcome: Outcome) -> None:
 
 
 def read_outcome(folder: Path, trial: int) -> Outcome | None:
-    """Return how a trial ended, None while it has not."""
+    """Return how a trial ended, None while it has not; `stopped` as soon as that is decided."""
     try:
         return Outcome(**json.loads(_outcome_path(folder, trial).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
+        return Outcome("stopped") if stop_step(folder, trial) is not None else None
+
+
+def ask_to_stop(folder: Path, trial: int, step: int) -> None:
+    """Put down that a trial is to stop, having come to `step`; what it still does until then does not count."""
+    write_text(_outcome_path(folder, trial).with_suffix(".stop"), str(step))
+
+
+def stop_step(folder: Path, trial: int) -> int | None:
+    """Return the step after which a trial was asked to stop; None while it was not."""
+    try:
+        return int(_outcome_path(folder, trial).with_suffix(".stop").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
 
 

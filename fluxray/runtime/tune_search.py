@@ -5,7 +5,7 @@ samples, trials of different batches take different numbers of steps. What ended
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ray.tune.experiment import Trial as TuneTrial
@@ -50,8 +50,44 @@ class _Median(MedianStoppingRule):
         return
 
 
+class Gentle(FIFOScheduler):
+    """Asks trials to stop that another scheduler would have Ray Tune kill.
+
+    A killed trial leaves its workers to themselves, which have kept their resources from the next one for minutes; one that is
+    asked saves, ends its record, and gives back what it has. `ask` is called once for a trial, with Tune's id of it and its step.
+    """
+
+    def __init__(self, decides: TrialScheduler, ask: Callable[[str, int], None]):
+        super().__init__()
+        self._decides = decides
+        self._ask = ask
+        self._asked: set[str] = set()
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        """Pass it on."""
+        self._decides.on_trial_add(tune_controller, trial)
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        """Ask the trial to stop if that is decided; Tune is always told to go on."""
+        if trial.trial_id not in self._asked:
+            decision = self._decides.on_trial_result(tune_controller, trial, result)
+            if decision == TrialScheduler.STOP:
+                self._asked.add(trial.trial_id)
+                self._ask(trial.trial_id, result["point"][0])
+        return TrialScheduler.CONTINUE
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        """Pass it on, unless the trial was stopped."""
+        if trial.trial_id not in self._asked:
+            self._decides.on_trial_complete(tune_controller, trial, result)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave nothing to Ray."""
+        return {}
+
+
 def build_scheduler(space: Space, earlier: Iterable[Trial]) -> TrialScheduler:
-    """Return what ends trials early, which has seen those that ended before."""
+    """Return what decides which trials end early, which has seen those that ended before."""
     kind, mode = space.scheduler, space.mode
     match kind.kind:
         case "asha":

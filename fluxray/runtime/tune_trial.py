@@ -25,7 +25,7 @@ from fluxray.runtime.paths import write_text
 from fluxray.runtime.points import read_points
 from fluxray.runtime.prepare import prepare
 from fluxray.runtime.sweep_table import Point
-from fluxray.runtime.sweeps import OUTCOMES, STOP_FILE, Outcome, Sweep, write_outcome
+from fluxray.runtime.sweeps import OUTCOMES, STOP_FILE, Outcome, Sweep, stop_step, write_outcome
 from fluxray.runtime.tune_search import result_of
 
 POLL_S = 0.5
@@ -49,11 +49,17 @@ def run_trial(settings: Mapping[str, Any], work: Work) -> None:
     limit = sweep.space.budget.seconds
     spent = threading.Event()
     tags = {SWEEP_TAG: sweep.name, TRIAL_TAG: str(number), **{f"sweep.{key}": param(value) for key, value in keys.items()}}
-    trial = Trial(Part(sweep.folder, tags), sweep.space.metric, lambda: spent.is_set() or (sweep.folder / STOP_FILE).exists())
+
+    def should_stop() -> bool:
+        return spent.is_set() or (sweep.folder / STOP_FILE).exists() or stop_step(sweep.folder, number) is not None
+
+    trial = Trial(Part(sweep.folder, tags), sweep.space.metric, should_stop)
     outcome: list[Outcome] = []
 
     def train() -> None:
         found = _train(sweep.folder, number, lambda: carry_out(run, work.run, None, trial))
+        if found is None and stop_step(sweep.folder, number) is not None:
+            found = Outcome("stopped")
         if found is None and spent.is_set():
             found = Outcome("ended")
         if found is not None:

@@ -9,7 +9,7 @@ from fluxray.config.space import build_space
 from fluxray.config.trials import base_tree
 from fluxray.errors import ConfigError
 from fluxray.runtime.sweep_table import Point, Trial
-from fluxray.runtime.tune_search import OptunaDraws, build_scheduler, result_of
+from fluxray.runtime.tune_search import Gentle, OptunaDraws, build_scheduler, result_of
 
 STEPS = 90
 LRS = {"optim.lr": {"loguniform": [1e-5, 1e-1]}, "optim.beta2": {"choice": [0.9, 0.99]}, "seed": {"randint": [0, 9]}}
@@ -89,6 +89,15 @@ def test_the_median_ends_those_below_it_once_there_are_enough():
     assert ended_after(build_scheduler(space, ()), trials) == [9, 9, 9, 9, 3]
     assert ended_after(build_scheduler(space, trials[:4]), trials[4:]) == [3]
     assert ended_after(build_scheduler(space, ()), [*trials[:2], trials[4]]) == [9, 9, 9]
+
+
+def test_a_trial_that_falls_behind_is_asked_once_and_tune_kills_none():
+    asked: list[tuple[str, int]] = []
+    space = space_of(scheduler={"kind": "asha", "grace": 0.111, "reduction": 3})
+    gentle = Gentle(build_scheduler(space, ()), lambda run, step: asked.append((run, step)))
+    assert ended_after(gentle, FALLING) == [9] * 8, "until they stop by themselves"
+    told = ended_after(build_scheduler(space, ()), FALLING)
+    assert asked == [(f"s-{number}", 10 * told[number]) for number in range(8) if told[number] < 9]
 
 
 def test_the_median_is_not_confused_by_a_trial_without_points():
