@@ -30,7 +30,7 @@ from fluxray.runtime.points import read_points  # noqa: E402
 from fluxray.runtime.sweep_table import DONE, Table, Trial, read_table  # noqa: E402
 
 TIMEOUT_S = 3600
-LRS, MICRO, ACCUMULATION = (1e-4, 1e-3, 1e-2), (4, 8, 16), (1, 2)
+LRS, MICRO, ACCUMULATION = (3e-4, 3e-3, 3e-2), (4, 8, 16), (1, 2)
 BASE = ["--profile", "cpu", "--model", "lm-tiny", "hardware.tflops=1", "evaluation.max_rows=64", "tracking.system_metrics_s=0"]
 REPORT = {"batch.micro_size": 8, "optim.lr": 5e-5, "batch.accumulation_steps": 4}
 """What the "Flux 2" report found best."""

@@ -13,6 +13,7 @@ An outcome is written by the trial itself, so it counts even if the driver was g
 
 import json
 import platform
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ from fluxray.config.text import Tree, dump
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.runtime.identity import masked, origin_tags
 from fluxray.runtime.paths import CONFIG_FILE, Home, find_sweep, home, new_run_name, write_text
-from fluxray.runtime.sweep_table import HEAD_FILE, Head, Status
+from fluxray.runtime.sweep_table import HEAD_FILE, Head, Status, read_head
 
 SPACE_FILE, ENVIRONMENT_FILE, STOP_FILE = "space.yaml", "environment.json", "stop"
 OUTCOMES, RAY = "outcomes", ".ray"
@@ -82,7 +83,8 @@ def new_sweep(space: Space, base: Tree, label: str) -> Sweep:
     name = given or new_run_name(label, where.sweeps)
     if (where.sweeps / name).exists():
         raise ConfigError(f"name: {name!r} is a sweep already; go on with it by --resume {name}, or set another name")
-    if taken := sorted(path.name for path in where.runs.glob(f"{name}-[0-9]*")):
+    trials = re.compile(rf"{re.escape(name)}-\d{{3,5}}")
+    if taken := sorted(path.name for path in where.runs.glob(f"{name}-*") if trials.fullmatch(path.name)):
         raise ConfigError(f"name: {name!r} would name its trials like the run {taken[0]}; set another name")
     return Sweep(name, where, space, common, resumed=False)
 
@@ -114,8 +116,10 @@ def refuse_changes(begun: Sweep, now: Sweep) -> None:
 
 
 def save_sweep(sweep: Sweep, nodes: Sequence[Mapping[str, float]], parent: str | None = None) -> None:
-    """Write what the sweep is, and the environment it runs in; `parent` is the id of its MLflow run."""
+    """Write what the sweep is, and the environment it runs in; `parent` is the id of its MLflow run, None if it is not news."""
     sweep.folder.mkdir(parents=True, exist_ok=True)
+    if parent is None and (sweep.folder / HEAD_FILE).exists():
+        parent = read_head(sweep.folder).mlflow
     head = {**asdict(sweep.head), "mlflow": parent}
     write_text(sweep.folder / HEAD_FILE, json.dumps({**head, "space": _dumped(sweep.space), "base": sweep.base}, indent=1))
     write_text(sweep.folder / SPACE_FILE, dump(_dumped(sweep.space)))

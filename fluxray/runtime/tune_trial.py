@@ -9,7 +9,7 @@ schedulers see the same after a fault as without one.
 import json
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from fluxray.runtime.identity import Part, param
 from fluxray.runtime.launch import Trial, carry_out
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import write_text
+from fluxray.runtime.planned import PLAN_FILE
 from fluxray.runtime.points import read_points
 from fluxray.runtime.prepare import prepare
 from fluxray.runtime.sweep_table import Point
@@ -57,7 +58,7 @@ def run_trial(settings: Mapping[str, Any], work: Work) -> None:
     outcome: list[Outcome] = []
 
     def train() -> None:
-        found = _train(sweep.folder, number, lambda: carry_out(run, work.run, None, trial))
+        found = _train(sweep.folder, number, run.run_dir, lambda: carry_out(run, work.run, None, trial))
         if found is None and stop_step(sweep.folder, number) is not None:
             found = Outcome("stopped")
         if found is None and spent.is_set():
@@ -93,14 +94,20 @@ def _judged(outcome: Outcome, num_points: int, metric: str) -> Outcome:
     return outcome
 
 
-def _train(folder: Path, number: int, carry: Any) -> Outcome | None:
+def _its_plan(run_dir: Path, reason: str) -> str:
+    """Return where the plan lies of a trial that had not the memory."""
+    plan = run_dir / PLAN_FILE
+    return f"; its plan: {plan}" if "out of memory" in reason and plan.exists() else ""
+
+
+def _train(folder: Path, number: int, run_dir: Path, carry: Callable[[], object]) -> Outcome | None:
     """Return how a training ended; None if it was stopped and is to go on."""
     try:
         carry()
     except StoppedError:
         return None
     except (FluxrayError, FailedError) as error:
-        return Outcome("failed", str(error))
+        return Outcome("failed", str(error) + _its_plan(run_dir, str(error)))
     except Exception as error:  # noqa: BLE001 - a fault of fluxray itself must not end the other trials either
         write_text(folder / OUTCOMES / f"{number:05}.txt", traceback.format_exc())
         return Outcome("failed", f"{type(error).__name__}: {error}; the whole story is in {OUTCOMES}/{number:05}.txt")

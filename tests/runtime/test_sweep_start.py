@@ -59,6 +59,8 @@ def test_a_sweep_is_named_by_the_words_or_by_its_file(sweep, file, tmp_path):
 def test_a_name_is_taken_once(sweep, file, tmp_path):
     with pytest.raises(ConfigError, match=r"^name: 'first' is a sweep already; go on with it by --resume first"):
         begin([file, "name=first", f"storage={tmp_path}"], "cpu", "lm-tiny", None, None)
+    (tmp_path / "runs" / "second-20261130-082445-74fa").mkdir(parents=True)
+    assert begin([file, "name=second", f"storage={tmp_path}"], "cpu", "lm-tiny", None, None).name == "second"
     (tmp_path / "runs" / "second-007").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"^name: 'second' would name its trials like the run second-007"):
         begin([file, "name=second", f"storage={tmp_path}"], "cpu", "lm-tiny", None, None)
