@@ -82,6 +82,7 @@ def swept(tmp_path_factory):
         environment = {**kept, "RAY_ADDRESS": head.address, "RAY_AUTH_MODE": head.mode, "PYTHONPATH": str(ROOT)}
         first = start(words, folder, environment, folder / "first")
         until(lambda: first.exitcode is not None or (read_points(run_dir) and read_outcome(sweep_dir, 1)), "points", 600)
+        assert first.exitcode is None, (folder / "first" / "err").read_text()[-3000:]
         os.kill(first.pid or 0, signal.SIGKILL)
         first.join()
         points = len(read_points(run_dir))
