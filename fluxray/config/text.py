@@ -63,9 +63,9 @@ def read_file(path: Path, key: str) -> Tree:
         content = path.read_text(encoding="utf-8")
         tree = json.loads(content) if content.lstrip().startswith("{") else parse(content)
     except OSError as error:
-        raise ConfigError(f"{key}: cannot be read ({error.strerror})") from None
+        raise ConfigError(f"{key}: cannot be read ({error.strerror}); name another file") from None
     except (yaml.YAMLError, ValueError):
-        raise ConfigError(f"{key}: is not a YAML or JSON file") from None
+        raise ConfigError(f"{key}: is not a YAML or JSON file; name one that is") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{key}: holds no keys")
     return cast(Tree, tree)

@@ -173,13 +173,13 @@ def test_yaml_gives_the_same_configuration_back(tmp_path, overrides):
 
 def test_a_damaged_configuration_file_is_named(tmp_path):
     path = tmp_path / "config.yaml"
-    with pytest.raises(ConfigError, match=f"^{path}: cannot be read \\(No such file or directory\\)$"):
+    with pytest.raises(ConfigError, match=f"^{path}: cannot be read \\(No such file or directory\\); name another file$"):
         from_yaml(path)
     path.write_text("optim: {lr: 1")
-    with pytest.raises(ConfigError, match=f"^{path}: is not a YAML or JSON file$"):
+    with pytest.raises(ConfigError, match=f"^{path}: is not a YAML or JSON file; name one that is$"):
         from_yaml(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=f"^{path}: is not a YAML or JSON file$"):
+    with pytest.raises(ConfigError, match=f"^{path}: is not a YAML or JSON file; name one that is$"):
         from_yaml(path)
     path.write_text("just words")
     with pytest.raises(ConfigError, match=f"^{path}: holds no keys$"):
