@@ -55,7 +55,7 @@ FORM = {
     "=5": "=5: is not of the form key=value, such as optim.lr=3e-4",
     "optim.lr=": "optim.lr: no value behind the =; write optim.lr=VALUE",
     "optim=": "optim: no value behind the =; write optim=VALUE",
-    "model.config=/none/config.json": "model.config: /none/config.json: cannot be read (No such file or directory); name another file",
+    "model.config=/none/k.json": "model.config: /none/k.json: cannot be read (No such file or directory); name another file",
 }
 
 
