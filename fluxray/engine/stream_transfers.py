@@ -119,12 +119,7 @@ class CudaTransfers:
 
     def read_waits(self) -> tuple[float, float]:
         """Return the seconds between the events around each wait of the two streams; one that is not over counts next time."""
-        waited = [0.0, 0.0]
-        for index, waits in enumerate((self._stalls, self._behind)):
-            over = [wait for wait in waits if wait[1].query()]
-            waited[index] = sum(begin.elapsed_time(end) for begin, end in over) / 1000
-            waits[:] = [wait for wait in waits if wait not in over]
-        return waited[0], waited[1]
+        return take_ended(self._stalls), take_ended(self._behind)
 
     def _queue(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Event:
         with torch.cuda.stream(stream):
@@ -132,6 +127,13 @@ class CudaTransfers:
             done = torch.cuda.Event()
             done.record(stream)
         return done
+
+
+def take_ended(waits: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """Take the waits that are over, which come first, out of those of one stream; return their seconds."""
+    number = next((index for index, (_, end) in enumerate(waits) if not end.query()), len(waits))
+    over, waits[:] = waits[:number], waits[number:]
+    return sum(begin.elapsed_time(end) for begin, end in over) / 1000
 
 
 def _timed_wait(stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event]) -> tuple[torch.cuda.Event, torch.cuda.Event]:

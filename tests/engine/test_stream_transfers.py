@@ -1,14 +1,15 @@
 """Copies that come late, into slots that are poisoned before: every wait that is missing shows."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from fluxray.engine.clip import ClipMode
 from fluxray.engine.stream_store import StreamSettings
-from fluxray.engine.stream_transfers import Transfers
+from fluxray.engine.stream_transfers import Transfers, take_ended
 from tests.engine.helpers import OPTIM, EngineCase, make_batch, model_config
 from tests.engine.stream_helpers import (
     CLIPPED,
@@ -85,3 +86,25 @@ def test_blocks_of_different_sizes_share_late_slots(slots: int) -> None:
             assert torch.isfinite(output.loss)
         states.append(state_of(engine))
     expect_same(states[1], states[0])
+
+
+@dataclass
+class FakeEvent:
+    """A timed event of a GPU: when it came, in milliseconds, and whether it has."""
+
+    at: float
+    is_over: bool = True
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return other.at - self.at
+
+
+def test_a_wait_counts_once_it_is_over_and_only_once() -> None:
+    waits: Any = [(FakeEvent(0), FakeEvent(5)), (FakeEvent(5), FakeEvent(15)), (FakeEvent(20), FakeEvent(29, is_over=False))]
+    assert take_ended(waits) == 0.015
+    waits[0][1].is_over = True
+    assert take_ended(waits) == 0.009
+    assert take_ended(waits) == 0 and waits == []
