@@ -2,10 +2,11 @@
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LOADED = ["fluxray.runtime.launch", "fluxray.runtime.checkpoints", "fluxray.export", "mlflow.tracking", __name__]
 LIMIT_S = 200
@@ -34,9 +35,19 @@ def fluxray(words: Sequence[str], cwd: Path, environment: dict[str, str], said: 
 
 def start(words: Sequence[str], cwd: Path, environment: dict[str, str], said: Path) -> ForkServerProcess:
     """Start a command; what it says goes to files under `said`."""
-    CONTEXT.set_forkserver_preload(LOADED)
     said.mkdir()
-    process = CONTEXT.Process(target=_run, args=(list(words), cwd, environment, said))
+    return fork(_run, list(words), cwd, environment, said)
+
+
+def fork(target: Callable[..., Any], *arguments: object, preload: Sequence[str] = ()) -> ForkServerProcess:
+    """Start a process that runs `target`; the first call starts the one that it is forked from."""
+    CONTEXT.set_forkserver_preload([*LOADED, *preload])
+    of_ray = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
+    try:
+        forkserver.ensure_running()  # Ray reads RAY_AUTH_MODE once, at its import, and a Ray of this process has left its own
+    finally:
+        os.environ.update(of_ray)
+    process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
 

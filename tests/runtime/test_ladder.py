@@ -362,16 +362,13 @@ def rank_main(environment: dict[str, str], words: Sequence[str], said: Path) -> 
 
 def as_torchrun(words: Sequence[str], said: Path, restart: int) -> list[int | None]:
     """Do what torchrun does with two ranks on its `restart`-th time: end both as soon as one has failed; return their codes."""
-    forked.CONTEXT.set_forkserver_preload([*forked.LOADED, __name__])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": "1"}
     ranks = [
-        forked.CONTEXT.Process(target=rank_main, args=({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, words, said))
+        forked.fork(rank_main, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, words, said, preload=[__name__])
         for rank in (0, 1)
     ]
-    for process in ranks:
-        process.start()
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (0, None) for process in ranks):
