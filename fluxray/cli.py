@@ -302,6 +302,7 @@ def tune(  # noqa: PLR0913, PLR0917 - the options of a command
     sweep = begin(words or (), profile, model, samples, resume)
     with quick_imports():
         from fluxray.runtime.sweep_shown import ending_lines, table_lines
+        from fluxray.runtime.sweeps import REPORT_FILE
 
     if dry_run:
         with quick_imports():
@@ -314,10 +315,12 @@ def tune(  # noqa: PLR0913, PLR0917 - the options of a command
 
     table = run_sweep(sweep, max_concurrent, yes, verbose)
     print("\n".join([*table_lines(table), *ending_lines(table)]), flush=True)
+    if (report := sweep.folder / REPORT_FILE).exists():
+        print(f"pictures and table: {report}")
     failed = table.with_status("failed")
     if table.winner is None:
         raise FailedError(f"sweep {sweep.name}: no trial has a result; the lines above say why")
-    print(f"`fluxray best {sweep.name}` prints it as a profile")
+    print(f"`{sweep.best_command}` prints it as a profile")
     if strict and failed:
         raise FailedError(f"sweep {sweep.name}: {len(failed)} of {len(table.trials)} trials failed, and --strict is set")
 

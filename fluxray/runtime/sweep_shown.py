@@ -1,10 +1,11 @@
 """A sweep in words: what its trials are given, how far they have come, how they ended."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fluxray.runtime.sweep_table import DONE, Status, Table, Trial
+from fluxray.runtime.sweep_table import DONE, Status, Table, Trial, finite
 
 ENDS: Mapping[Status, str] = {"ended": "ended", "stopped": "stopped early", "failed": "failed"}
 
@@ -29,16 +30,29 @@ def progress_line(table: Table, trial: Trial) -> str:
     return f"trial {trial.trial} {ENDS.get(trial.status, trial.status)}: {what} ({num_done} of {len(table.trials)} are over)"
 
 
-def table_lines(table: Table) -> list[str]:
-    """Return the table, the best trials first."""
+def ranked(table: Table) -> list[Trial]:
+    """Return the trials, the best first, those that failed last."""
     sign = 1 if table.head.mode == "min" else -1
     ranks = {status: rank for rank, status in enumerate(("ended", "stopped", "running", "waiting", "failed"))}
 
     def rank(trial: Trial) -> tuple[int, float, int]:
-        return ranks[trial.status], float("inf") if trial.value is None else sign * trial.value, trial.trial
+        value = sign * float(trial.value or 0) if finite(trial.value) else math.inf
+        return ranks[trial.status], value, trial.trial
 
+    return sorted(table.trials, key=rank)
+
+
+def counts_words(table: Table) -> str:
+    """Return how many trials ended, stopped early, failed, and are not over."""
+    counts = [(len(table.with_status(status)), words) for status, words in ENDS.items()]
+    rest = len(table.with_status("waiting", "running"))
+    return ", ".join(f"{number} {words}" for number, words in [*counts, (rest, "not over")] if number)
+
+
+def table_lines(table: Table) -> list[str]:
+    """Return the table, the best trials first."""
     rows = [["trial", *table.head.keys, "status", "step", table.head.metric]]
-    for trial in sorted(table.trials, key=rank):
+    for trial in ranked(table):
         keys = [word(trial.keys[key]) if key in trial.keys else "" for key in table.head.keys]
         last = trial.history[-1] if trial.history else None
         step, value = (f"{last.step}/{trial.num_steps}", f"{last.value:.6g}") if last else (f"0/{trial.num_steps}", "")
@@ -54,11 +68,8 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def ending_lines(table: Table) -> list[str]:
     """Return the last lines of a sweep: how many trials ended, stopped early, failed and why, and which is best."""
-    counts = [(len(table.with_status(status)), words) for status, words in ENDS.items()]
-    rest = len(table.with_status("waiting", "running"))
-    parts = [f"{number} {words}" for number, words in [*counts, (rest, "not over")] if number]
     lines = [f"trial {trial.trial} failed: {trial.reason}" for trial in table.with_status("failed")]
-    lines.append(f"sweep {table.head.name}: {len(table.trials)} trials: {', '.join(parts)}")
+    lines.append(f"sweep {table.head.name}: {len(table.trials)} trials: {counts_words(table)}")
     winner = table.winner
     if winner is not None:
         lines.append(f"best: trial {winner.trial}, {keys_words(winner.keys)}: {table.head.metric} {winner.value:.6g}")

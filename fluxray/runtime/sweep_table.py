@@ -11,6 +11,7 @@ after a fault gives the same. A line that a crash tore is passed over.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,11 @@ class Trial:
         return (min if mode == "min" else max)(values) if values else None
 
 
+def finite(value: float | None) -> bool:
+    """Return whether a trial's value can be compared with others."""
+    return value is not None and math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class Table:
     """A sweep as far as it has come."""
@@ -88,7 +94,9 @@ class Table:
     @property
     def winner(self) -> Trial | None:
         """The trial whose metric is best at the end of its budget; None while none has ended."""
-        ended = [trial for trial in self.trials if trial.status == "ended" and trial.value is not None]
+        ended = [
+            trial for trial in self.trials if trial.status == "ended" and trial.value is not None and math.isfinite(trial.value)
+        ]
         sign = 1 if self.head.mode == "min" else -1
         return min(ended, key=lambda trial: (sign * float(trial.value or 0), trial.trial), default=None)
 

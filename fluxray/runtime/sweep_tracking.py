@@ -13,15 +13,12 @@ from fluxray.runtime import tracking
 from fluxray.runtime.identity import FOLDER, RUN_TAG, read_identity
 from fluxray.runtime.sender import connect
 from fluxray.runtime.sweep_table import TRIALS_FILE, Status, Table, Trial
-from fluxray.runtime.sweeps import ENVIRONMENT_FILE, SPACE_FILE, Sweep, common_config
+from fluxray.runtime.sweeps import ENVIRONMENT_FILE, PICTURES, REPORT_FILE, SPACE_FILE, Sweep, common_config
 from fluxray.runtime.tune_trial import SWEEP_TAG
 
 LOOK_UP_S = 15.0
 BEST_TAG, STATUS_TAG, REASON_TAG = "fluxray.best", "fluxray.status", "fluxray.reason"
-FILES = (TRIALS_FILE, SPACE_FILE, ENVIRONMENT_FILE)
-REPORT_FILES = ("report.html", "pictures")
-"""What a report may have put into the sweep's folder."""
-
+FILES = (TRIALS_FILE, SPACE_FILE, ENVIRONMENT_FILE, REPORT_FILE, PICTURES)
 LEFT_BY_WORKER: dict[Status, tracking.Status] = {"stopped": "KILLED", "failed": "FAILED"}
 """How a run's record ends whose trial was ended from outside."""
 
@@ -61,7 +58,7 @@ class SweepRecord:
             shown = {f"best.{key}": str(value) for key, value in winner.keys.items()}
             tracking.note(self._target, {"best.run": winner.run, f"best.{table.head.metric}": f"{winner.value:.6g}", **shown})
             self._mark(winner)
-        found = [name for name in (*FILES, *REPORT_FILES) if (self._sweep.folder / name).exists()]
+        found = [name for name in FILES if (self._sweep.folder / name).exists()]
         tracking.keep(self._target, found)
         problem = tracking.finish_run(self._target, status, self._sweep.folder)
         if problem:

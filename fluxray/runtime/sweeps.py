@@ -4,6 +4,7 @@
       sweep.json            `Head`, the space and the base that trials begin with
       config.yaml           the base, resolved; space.yaml, environment.json: what MLflow keeps
       trials.jsonl          the table (`fluxray/runtime/sweep_table.py`)
+      report.html           what became of it, for people; pictures/ holds its pictures
       outcomes/00003.json   how trial 3 ended
       outcomes/00003.stop   the scheduler has decided to stop it
       stop                  while it is there, trials save and stop
@@ -14,6 +15,7 @@ An outcome is written by the trial itself, so it counts even if the driver was g
 import json
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +33,7 @@ from fluxray.runtime.paths import CONFIG_FILE, Home, find_sweep, home, new_run_n
 from fluxray.runtime.sweep_table import HEAD_FILE, Head, Status, read_head
 
 SPACE_FILE, ENVIRONMENT_FILE, STOP_FILE = "space.yaml", "environment.json", "stop"
+REPORT_FILE, PICTURES = "report.html", "pictures"
 OUTCOMES, RAY = "outcomes", ".ray"
 
 
@@ -60,6 +63,12 @@ class Sweep:
     def named(self, config: TrainConfig, trial: int) -> TrainConfig:
         """Return a trial's configuration with its run's name."""
         return config.model_copy(update={"name": self.run_name(trial), "storage": str(self.home.root)})
+
+    @property
+    def best_command(self) -> str:
+        """What shows its best trial."""
+        elsewhere = "" if self.home == home(None) else f" --storage {shlex.quote(str(self.home.root))}"
+        return f"fluxray best {self.name}{elsewhere}"
 
     @property
     def head(self) -> Head:

@@ -17,10 +17,12 @@ from fluxray.config.trials import Keys, Plan, Planned, plan_trial
 from fluxray.errors import one_line
 from fluxray.runtime import cluster
 from fluxray.runtime.points import read_points
+from fluxray.runtime.sweep_report import write_report
 from fluxray.runtime.sweep_shown import keys_words, progress_line
 from fluxray.runtime.sweep_table import DONE, Point, Status, Table, TableWriter, Trial, read_table
 from fluxray.runtime.sweep_tracking import SweepRecord
 from fluxray.runtime.sweeps import (
+    REPORT_FILE,
     STOP_FILE,
     Outcome,
     Sweep,
@@ -81,7 +83,8 @@ class Trials(Searcher):
     @property
     def has_more(self) -> bool:
         """Whether there is anything to do: to run, or to write down."""
-        return self.num_left > 0 or not self._sweep.resumed or any(trial.status not in DONE for trial in self.earlier)
+        written = self._sweep.resumed and (self._sweep.folder / REPORT_FILE).exists()
+        return self.num_left > 0 or not written or any(trial.status not in DONE for trial in self.earlier)
 
     @property
     def _num_undrawn(self) -> int:
@@ -128,6 +131,7 @@ class Trials(Searcher):
         table = self._table()
         configs = {number: self._config(number) for number, trial in self._planned.items() if trial.config}
         complete = not table.with_status("waiting", "running")
+        write_report(self._sweep)
         ids = self._record.finish(table, configs, "FINISHED" if complete else "KILLED")
         for trial in table.trials:
             if trial.run in ids and trial.mlflow is None:
