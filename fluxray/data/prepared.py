@@ -31,7 +31,7 @@ def prepare_picture(pictures: Pictures, ref: PictureRef, config: EncodeConfig, d
     """Return a picture, cut to the bucket of its reference, or by default to the one that fits it best; raises Quarantined.
 
     `data` are its bytes where they were streamed; otherwise they are loaded. A picture without a mask, where `encode.mask` asks
-    for one, counts in full.
+    for one, counts in full; one whose crop a mask leaves nothing of is Quarantined.
     """
     caption = settled(ref.caption, ref.fault, config.no_caption)
     if isinstance(data, Quarantined):
@@ -43,4 +43,7 @@ def prepare_picture(pictures: Pictures, ref: PictureRef, config: EncodeConfig, d
         notes = (*notes, "no mask: counts in full")
     crop = choose_crop(image.size, config) if ref.bucket is None else fit(image.size, Bucket(*ref.bucket))
     pixels = cut(image, crop)
-    return Prepared(ref.key, caption, pixels, crop, image.size, (*ref.notes, *notes), None if mask is None else cut(mask, crop))
+    shown = None if mask is None else cut(mask, crop)
+    if shown is not None and not shown.any():
+        raise Quarantined("mask empty", "no pixel of the crop counts")
+    return Prepared(ref.key, caption, pixels, crop, image.size, (*ref.notes, *notes), shown)

@@ -169,8 +169,10 @@ def _check(config: TrainConfig) -> str:
             "model.weights: null, and a preset has no encoders; set model.weights=path:PIPELINE or model.weights=hf:NAME, a "
             "whole pipeline of diffusers"
         )
-    if config.encode.mask != "none":
-        raise ConfigError(f"encode.mask: {config.encode.mask!r}, but caches hold no masks; set encode.mask=none")
+    if config.encode.mask == "file" and not all(text.startswith(("folder:", "tars:")) for text in _references(data.source)):
+        raise ConfigError(
+            f"encode.mask: 'file', but the rows of {_shown(data.source)} have no files beside them; set encode.mask=alpha or none"
+        )
     if config.resources.gpu not in (0, 1):
         raise ConfigError(
             f"resources.gpu: {config.resources.gpu:g}, but each worker's encoders take one card; set resources.gpu=1"
@@ -211,5 +213,9 @@ def _explained(error: RayError, unit: str, story: Path) -> Exception:
     return FailedError(f"{what}; the same command goes on with it, the whole story is in {story}")
 
 
+def _references(source: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (source,) if isinstance(source, str) else source
+
+
 def _shown(source: str | tuple[str, ...]) -> str:
-    return source if isinstance(source, str) else ", ".join(source)
+    return ", ".join(_references(source))

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fluxray.data.decode import Quarantined
 from fluxray.data.latent_shards import commit
+from fluxray.data.masks import token_mask
 from fluxray.data.pictures import PictureRef
-from fluxray.data.prepared import prepare_picture
+from fluxray.data.prepared import Prepared, prepare_picture
 from fluxray.models.encoders import VaeEncoder
 from fluxray.seeding import derive_seed
 from fluxray.tasks.encode_plan import EncodeJob, Shard, read_tensors
@@ -36,23 +37,26 @@ class ReadPictures:
         self.job = job
 
     def __call__(self, row: Row) -> Row:
-        """Return the row of a shard: pixels uint8 [H, W, 3] or latents of each picture, and which pictures are left out."""
+        """Return the row of a shard: pixels uint8 [H, W, 3] or latents of each picture, its mask, and which are left out."""
         shard: Shard = row["shard"]
         tensors: dict[str, Tensor] = {}
         samples: dict[str, Any] = {}
         left_out: list[dict[str, str]] = []
         for ref, key in zip(shard.refs, shard.keys, strict=True):
             try:
-                samples[key], pixels = _read_picture(self.job, ref)
+                made = prepare_picture(self.job.pictures, ref, self.job.settings)
             except Quarantined as fault:
                 left_out.append(_told(ref, fault))
                 continue
-            digest = samples[key]["picture"] = self.job.picture_hash(key, pixels)
+            digest = self.job.picture_hash(key, made.pixels)
+            samples[key] = _described(ref, made, digest)
             latents = _known_latents(self.job, shard, key, digest)
             if latents is None:
-                tensors[f"pixels.{key}"] = torch.from_numpy(pixels)
+                tensors[f"pixels.{key}"] = torch.from_numpy(made.pixels)
             else:
                 tensors[f"latents.{key}"] = latents
+            if made.mask is not None:
+                tensors[f"mask.{key}"] = token_mask(torch.from_numpy(made.mask) / 255, self.job.facts.pixels_per_token)
         return {"shard": shard, "told": json.dumps({"samples": samples, "left_out": left_out}), "tensors": as_bytes(tensors)}
 
 
@@ -154,17 +158,16 @@ def synchronise(job: EncodeJob) -> None:
         torch.cuda.synchronize()
 
 
-def _read_picture(job: EncodeJob, ref: PictureRef) -> tuple[dict[str, Any], np.ndarray]:
-    """Return what is told of a picture, and its cropped pixels, uint8 [H, W, 3]; raises Quarantined."""
-    made = prepare_picture(job.pictures, ref, job.settings)
-    told = {
+def _described(ref: PictureRef, made: Prepared, digest: str) -> dict[str, Any]:
+    """Return what is told of a picture; `digest` is the hash of what decides its latents."""
+    return {
         "name": ref.key,
         "caption": made.caption,
         "size": list(made.size),
         "crop": made.crop.to_json(),
         "notes": list(made.notes),
+        "picture": digest,
     }
-    return told, made.pixels
 
 
 def _known_latents(job: EncodeJob, shard: Shard, key: str, digest: str) -> Tensor | None:

@@ -23,7 +23,7 @@ from fluxray.config.encode import EncodeConfig
 from fluxray.data.identity import TEXT_ENCODERS, weights_identity
 from fluxray.data.latent_facts import LatentFacts
 from fluxray.data.latent_shards import CACHE_FILE, TENSORS, Layout, crc_of, dtype_of, index_path, read_json
-from fluxray.data.pictures import PictureRef, Pictures
+from fluxray.data.pictures import PictureRef, Pictures, Place
 from fluxray.errors import DataError
 from fluxray.models.encoders import EncoderFacts
 
@@ -206,7 +206,7 @@ def _read(file: Any, place: tuple[int, Sequence[int]], dtype: torch.dtype) -> Te
 
 
 def _dtype(job: EncodeJob, name: str) -> torch.dtype:
-    return dtype_of(job.facts.latent_dtype if name == "latents" else job.facts.text_dtype)
+    return dtype_of({"latents": job.facts.latent_dtype, "mask": "float32"}.get(name, job.facts.text_dtype))
 
 
 @lru_cache(maxsize=8)
@@ -230,13 +230,16 @@ def _read_known(cache: Path) -> dict[str, tuple[Known, ...]]:
 def _trace(ref: PictureRef) -> list[Any]:
     """Return what tells a picture from another one in its place, as far as that is known without reading it."""
     place = ref.place
-    path = place.path.partition(":")[2]
+    mask = [] if ref.mask is None else [[ref.mask.start, ref.mask.size, _stamp(ref.mask)]]
+    return [ref.key, ref.caption, ref.fault, place.start, place.size, _stamp(place), ref.bucket, *mask]
+
+
+def _stamp(place: Place) -> list[int]:
     try:
-        found = os.stat(path)
-        stamp: list[int] = [found.st_size, found.st_mtime_ns]
+        found = os.stat(place.path.partition(":")[2])
     except OSError:
-        stamp = []
-    return [ref.key, ref.caption, ref.fault, place.start, place.size, stamp, ref.bucket]
+        return []
+    return [found.st_size, found.st_mtime_ns]
 
 
 def _tokenizer_hash(folder: Path) -> str:

@@ -111,10 +111,9 @@ class WriteShard:
                 left_out.append({"name": of["name"], **fault})
                 continue
             crop, made = of["crop"], latents[f"latents.{key}"]
-            samples.append(
-                LatentSample(key, of["caption"], crop["height"], crop["width"], made, text["text"], text.get("pooled"))
-            )
-            entries[key] = {**of, "text": job.text_hash(of["caption"]), "tokens_cut": tokens_cut}
+            size, mask = (crop["height"], crop["width"]), latents.get(f"mask.{key}")
+            samples.append(LatentSample(key, caption, *size, made, text["text"], text.get("pooled"), mask))
+            entries[key] = {**of, "text": job.text_hash(caption), "tokens_cut": tokens_cut}
         left_out.sort(key=lambda one: one["name"])
         write_json(samples_file(job.cache, shard.stem), {"samples": entries, "left_out": left_out})
         if samples:

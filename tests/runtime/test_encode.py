@@ -43,7 +43,11 @@ def words(encoders, photos, cache, **more):
         ("flux1-tiny", {"model.weights": None}, r"^model\.weights: null, and a preset has no encoders; set model\.weights=path"),
         ("flux1-tiny", {"data.cache": None}, r"^data\.cache: null, but encoded pictures must go somewhere; set data\.cache=F"),
         ("flux1-tiny", {"data.source": None}, r"^data\.source: builtin:topics holds no pictures; set one, such as data\.sour"),
-        ("flux1-tiny", {"encode.mask": "alpha"}, r"^encode\.mask: 'alpha', but caches hold no masks; set encode\.mask=none$"),
+        (
+            "flux1-tiny",
+            {"encode.mask": "file", "data.source": "parquet:rows.parquet"},
+            r"^encode\.mask: 'file', but the rows of parquet:rows\.parquet have no files beside them; set encode\.mask=alpha or ",
+        ),
         ("flux1-tiny", {"resources.gpu": 0.5}, r"^resources\.gpu: 0\.5, but each worker's encoders take one card; set "),
         ("flux1-tiny", {"data.cache": "hf:cache"}, r"^data\.cache: 'hf:cache' is no folder; name one"),
         ("flux1-dev", {}, r"^model\.config\.\w+: .* path:.*"),
