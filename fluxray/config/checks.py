@@ -1,6 +1,7 @@
 """What no single key can know: contradictions between keys, and what a run needs beyond a plan."""
 
 from fluxray.config.checks_adapter import check_adapter
+from fluxray.config.checks_group import check_group
 from fluxray.config.checks_sampling import check_sampling
 from fluxray.config.checks_task import check_task
 from fluxray.config.mirror import check_mirror
@@ -47,6 +48,7 @@ def check_consistent(config: TrainConfig) -> None:
     _check_profile(config)
     _check_cuda_graph(config)
     _check_stream(config)
+    check_group(config)
     if config.storage is not None and not config.storage.startswith("/"):
         raise ConfigError(f"storage: {config.storage!r} is not an absolute path; workers run in other folders than you do")
     if config.checkpoint.mirror is not None:

@@ -37,6 +37,10 @@ class ShardedEngineConfig(Section):
     reshard_after_forward: bool = Field(
         default=True, description="free a block's gathered parameters after its forward (less memory, one more gather)"
     )
+    cpu_offload: bool = Field(
+        default=False,
+        description="masters, gradients and optimizer states wait in host memory and are stepped there: larger batches, slower",
+    )
 
 
 class StreamEngineConfig(Section):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fluxray.config.schema import CheckpointKind
@@ -34,7 +34,8 @@ class Techniques:
       Buffers that the library computes itself, the rotary frequencies, stay in fp32: in bf16 a position of 2,048 would be off
       by radians.
 
-    `checkpoint_every` is the n of `every_n`; `kept_operations` are of each block those whose results `selective` keeps.
+    `checkpoint_every` is the n of `every_n`; `kept_operations` are of each block those whose results `selective` keeps. With
+    `cpu_offload`, which wants a GPU and a mesh, each rank's shards and their gradients are in page-locked host memory.
     """
 
     precision: Precision
@@ -43,6 +44,7 @@ class Techniques:
     checkpoint_every: int = 2
     kept_operations: Sequence[Collection[Operation]] = ()
     reshard_after_forward: bool = True
+    cpu_offload: bool = False
 
 
 def parallelize(
@@ -69,6 +71,7 @@ def parallelize(
     if techniques.activation_checkpoint == "offload":
         offload_inputs(stack, Offload(transfers or transfers_of(device), device))
     if mesh is None:
+        assert not techniques.cpu_offload, "build_engine gives it a mesh"
         return apply_resident(stack, techniques, device)
     return apply_fsdp(stack, techniques, device, mesh)
 
@@ -132,23 +135,32 @@ def apply_resident(stack: BlockStack, techniques: Techniques, device: torch.devi
 def apply_fsdp(stack: BlockStack, techniques: Techniques, device: torch.device, mesh: DeviceMesh) -> Masters:
     """Shard each block, then the rest, over `mesh` (FSDP2: Zhao et al., arXiv:2304.11277, per parameter).
 
-    Gradients are summed, not averaged: the loss is already divided by the valid count of the global batch.
+    Gradients are summed, not averaged: the loss is already divided by the valid count of the global batch. Offloaded masters are
+    copied to the device and cast there each time a block is gathered; its reduced gradient goes to the host, where further
+    micro-batches' are added to it.
     """
     mixed = techniques.precision == "mixed-bf16"
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    offload = CPUOffloadPolicy() if techniques.cpu_offload else OffloadPolicy()
     # FLUX.1's single blocks return parts of one tensor, and nothing here ever modifies a block's output in place
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     for block in stack.blocks:
         stack.materialise(device, block)
         if mixed:
             cast_frozen(block.module)
-        fully_shard(block.module, mesh=mesh, mp_policy=policy, reshard_after_forward=techniques.reshard_after_forward)
+        fully_shard(
+            block.module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=techniques.reshard_after_forward,
+            offload_policy=offload,
+        )
     stack.materialise(device, None)
     if mixed:
         cast_frozen(stack.model)
-    fully_shard(stack, mesh=mesh, mp_policy=policy)
+    fully_shard(stack, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for module in fsdp_modules(stack):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -1,7 +1,7 @@
 """Training with every parameter on the GPUs: FSDP2 over N ranks, plain resident training on one."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ class ShardedEngine:
     nor on the split into micro-batches. It is clipped by the norms of whole units or of the whole gradient, all ranks included.
     A step whose loss or gradient is not finite on any rank changes neither weights nor moments on any. For fp16 the
     loss is scaled. With `chunk_tokens` the logits of so many positions exist at once. `averages` move behind each step.
-    UnitOptimizers step inside backward (`engine/in_backward.py`).
+    UnitOptimizers step inside backward (`engine/in_backward.py`). With `cpu_offload` all behind backward happens on the host.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - one place where all parts meet
@@ -58,7 +58,7 @@ class ShardedEngine:
         self._saved = {name: p for name, p in masters.named.items() if p.requires_grad or not stack.adapts}
         self._optimizer = optimizer
         self._clip = clip
-        self._scaler = LossScaler(runtime.precision == "amp-fp16", runtime.device)
+        self._scaler = LossScaler(runtime.precision == "amp-fp16", runtime.step_device)
         self._gradients = Gradients(masters.named, clip_units(stack), clip, self._scaler, runtime.sum_over_ranks)
         self._in_backward = None
         if isinstance(optimizer, UnitOptimizers):
@@ -84,12 +84,13 @@ class ShardedEngine:
             else:
                 loss_sum += self._differentiate(batch.to(self._runtime.device), divisor, lr)
         loss = self._runtime.sum_over_ranks(loss_sum) / divisor
-        grad_norm, withheld = self._step_after(loss, lr) if self._in_backward is None else self._in_backward.finish()
+        told = loss.to(self._runtime.step_device)
+        grad_norm, withheld = self._step_after(told, lr) if self._in_backward is None else self._in_backward.finish()
         if self._averages is not None:
             key = micro_batches[0].key
             assert key is not None, "a training batch names its random numbers"
             self._averages.move(key)
-        return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(loss, grad_norm))
+        return StepOutput(loss, grad_norm, num_valid, withheld, self._scaler.finish(told, grad_norm))
 
     def _differentiate(self, batch: Batch, divisor: Tensor, lr: float | None = None) -> Tensor:
         """Run forward and backward of a micro-batch and return its summed loss; `lr` is for those who step in backward."""
@@ -123,10 +124,14 @@ class ShardedEngine:
         """Return the model's output for each batch, without dropout or gradients. Collective."""
         return [self.forward(batch) for batch in batches]
 
-    def averaged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """Return a context in which evaluation and forward compute with the moving averages. Collective."""
         assert self._averages is not None, "refused by check_sampling"
-        return self._averages.in_place()
+        self._runtime.before_masters_change()
+        with self._averages.in_place():
+            yield
+            self._runtime.before_masters_change()
 
     def flush(self) -> None:
         """Nothing is ever pending here."""
@@ -157,6 +162,7 @@ class ShardedEngine:
         reader = FusingReader(reader, self._stack.fused)
         check_same_model({name: parameter.shape for name, parameter in self._saved.items()}, reader)
         check_base(self._stack.base, reader)
+        self._runtime.before_masters_change()
         narrowed = [name for name in self._saved if self._optimizer.load(name, reader)]
         if self._averages is not None:
             narrowed += self._averages.load(reader)
@@ -200,7 +206,8 @@ class ShardedEngine:
 class Runtime:
     """Where an engine runs: device and the lanes to it, cast policy, the group of ranks (`mesh`; None for one rank).
 
-    With `notify_of_graphs` micro-batches run as CUDA graphs; it is told if there are more shapes than graphs.
+    With `notify_of_graphs` micro-batches run as CUDA graphs; it is told if there are more shapes than graphs. `cpu_offload`: the
+    masters are on the host (`engine/parallelize.py`), and what is computed of their gradients, too.
     """
 
     def __init__(
@@ -209,8 +216,10 @@ class Runtime:
         precision: Precision,
         mesh: DeviceMesh | None,
         notify_of_graphs: Callable[[str], None] | None = None,
+        cpu_offload: bool = False,
     ):
         self.device = device
+        self.step_device = torch.device("cpu") if cpu_offload else device
         self.notify_of_graphs = notify_of_graphs
         self.precision: Precision = precision
         self.rank = 0 if mesh is None else mesh.get_local_rank()
@@ -223,11 +232,22 @@ class Runtime:
         return autocast(self.precision, self.device)
 
     def sum_over_ranks(self, value: float | Tensor) -> Tensor:
-        """Return the sum over the ranks in fp32, on the device and in the shape of `value`; the host does not wait for it."""
+        """Return the sum over the ranks in fp32, in the shape of `value` and where it is: a number, on the device.
+
+        The host waits for the sum of what is on the host, and for no other.
+        """
         if isinstance(value, Tensor):
-            total = value.to(torch.float32, copy=True)
+            total = value.to(self.device, torch.float32, copy=True)
         else:
             total = torch.full((), value, dtype=torch.float32, device=self.device)
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
-        return total
+        return total.to(value.device) if isinstance(value, Tensor) else total
+
+    def before_masters_change(self) -> None:
+        """Wait until no copy reads masters that are on the host, where nothing orders a change behind it.
+
+        Backward does that by itself: it ends when all gradients have come.
+        """
+        if self.step_device != self.device:
+            torch.cuda.synchronize(self.device)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fluxray.config.schema import CheckpointKind
-from fluxray.memory.checkpointing import IN_FLIGHT, blocks_at_once, kept_by_sharded, kept_operations, segments
+from fluxray.memory.checkpointing import IN_FLIGHT, blocks_at_once, kept_by_sharded, kept_operations
+from fluxray.memory.group import gathered, offloaded
 from fluxray.memory.operations import Operation
 from fluxray.memory.spec import ModelSpec
 
@@ -85,7 +86,8 @@ class Demand:
     gradients are freed before the next one's come. `fused_loss`: it has no fp32 temporaries.
     Where rows have several sizes, a step that mixes them has up to `most_micro_batches`, with as many rows in all. `cast_bytes`
     autocast makes of a weight for its matrix product, which are kept with what autograd keeps of it. `saves_frozen`: checkpoints
-    hold weights that are not trained.
+    hold weights that are not trained. `cpu_offload`: masters, gradients and states are on the host. `stays_gathered`: all blocks
+    are, from forward to backward.
     """
 
     engine: Literal["stream", "sharded"]
@@ -111,12 +113,19 @@ class Demand:
     num_checkpoints: int = 1
     most_micro_batches: int | None = None
     saves_frozen: bool = True
+    cpu_offload: bool = False
+    stays_gathered: bool = False
     samples: SampleDemand | None = None
     resident_indices: Callable[[int], Sequence[int]] = range
 
     def saved(self, unit: UnitBytes) -> int:
         """Bytes of a unit in a checkpoint."""
         return unit.total if self.saves_frozen else unit.trained_weights + unit.states
+
+    @property
+    def gathers(self) -> bool:
+        """Whether blocks are gathered from shards (FSDP2) and not resident."""
+        return self.engine == "sharded" and (self.num_ranks > 1 or self.cpu_offload)
 
     @property
     def micro_tokens(self) -> int:
@@ -214,23 +223,21 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
     largest = max(unit.num_gradients for unit in demand.blocks)
     copies = demand.itemsize * num_gradients if demand.whole_copies else 0
     # a parameter outside steps by itself, but those of a group are reduced together
-    stepped = largest + (_largest_outside(demand) if ranks == 1 else demand.outside.num_gradients)
-    # a block's gathered weights and those of the next, its gradient before and after reduction; what is outside stays gathered,
-    # and so do the blocks of a segment that is computed again
-    at_once = max(2, len(segments(len(demand.blocks))[-1])) if demand.activation_checkpoint == "sqrt" else 2
-    gathered = _largest_weights(demand) * at_once * demand.itemsize + largest * 2 * 4
-    gathered += demand.itemsize * demand.outside.num_weights
+    stepped = largest + (demand.outside.num_gradients if demand.gathers else _largest_outside(demand))
     kept = kept_by_sharded(demand, policy)
     casts = blocks_at_once(demand) * _largest_weights(demand) + max((p.numel for p in demand.spec.outside), default=0)
     # a piece's gradient of the head and the sum over pieces, in fp32
     chunked = (demand.itemsize + 4) * _largest_outside(demand) if policy.epilogue_tokens < demand.micro_tokens else 0
+    optimizer = states if not demand.paged_states else max(unit.states for unit in units)
+    gradients = 4 * (stepped if demand.steps_in_backward else num_gradients)
+    on_device = 0 if demand.cpu_offload else 1
     device = {
         "CUDA context": CONTEXT_BYTES if demand.on_gpu else 0,
         "workspaces": WORKSPACE_BYTES if demand.on_gpu else 0,
-        "weights": masters // ranks + copies,
-        "optimizer": states // ranks if not demand.paged_states else max(unit.states for unit in units) // ranks,
-        "gradients": 4 * (stepped if demand.steps_in_backward else num_gradients) // ranks + chunked,
-        "gathered blocks": 0 if ranks == 1 else gathered,
+        "weights": on_device * masters // ranks + copies,
+        "optimizer": on_device * optimizer // ranks,
+        "gradients": on_device * gradients // ranks + chunked,
+        "gathered blocks": gathered(demand) if demand.gathers else 0,
         "kept inputs": kept.inputs + demand.micro_rows * demand.spec.shared_bytes,
         "activations": kept.activations + demand.cast_bytes * casts,
         "logits": _logits(demand, policy.epilogue_tokens),
@@ -242,6 +249,8 @@ def _sharded(demand: Demand, policy: Policy) -> Estimate:
         "checkpoint": saved if demand.asynchronous_saves else 0,
         "process": PROCESS_BYTES * ranks,
     }
+    if demand.cpu_offload:
+        host |= offloaded(demand, states)
     if demand.samples is not None and demand.samples.averaged and demand.samples.rounded:
         host["waiting weights"] = masters
     if demand.paged_states:

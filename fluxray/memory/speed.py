@@ -4,7 +4,8 @@ Per block and pass the larger counts: computing, or the copies beside it, each w
 for the forward; for the backward its weights, unless they still lie in a slot, and its states, and both go back. Backward
 computes the block again (Chen et al., arXiv:1604.06174), compiled only what it needs of it, and differentiates it, which are two
 forwards more; those alone where activations are kept, as they are of the last block. Inputs of blocks that wait on the host go
-there in the forward and come back in the backward.
+there in the forward and come back in the backward. Where masters are on the host, each micro-batch fetches a rank's fp32 shards
+for each pass and brings back the gradient's; the step there is not in it.
 Beside the arithmetic, the step reads and writes weights and states, and a gradient is copied or added up, read for its norm and
 read again by the step: 8 bytes a parameter of one micro-batch in bf16, 14 of the first of several and 10 for each further one.
 """
@@ -65,7 +66,7 @@ class _Pass(NamedTuple):
 
 
 def predict(demand: Demand, policy: Policy, hardware: Hardware) -> Speed:
-    """Return how long one step takes. What ranks exchange is not in it."""
+    """Return how long one step takes. What ranks exchange, and a step on the host, is not in it."""
     passes = list(_passes(demand, policy))
     expected, floor = _times(passes, hardware, hardware.block_share), _times(passes, hardware, 1.0)
     copies = any(p.bytes_in or p.bytes_out for p in passes)
@@ -88,6 +89,13 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
             recomputed = rows * again_flops(demand, policy, index)
         backward = kind.backward_flops * rows + recomputed
         waiting = rows * block.carry_bytes if demand.activation_checkpoint == "offload" and index < len(demand.blocks) - 1 else 0
+        if demand.cpu_offload:
+            shard, gradient = (
+                4 * demand.num_micro_batches * n // demand.num_ranks for n in (unit.num_weights, unit.num_gradients)
+            )
+            yield _Pass(flops, shard, waiting, 0)
+            yield _Pass(backward, waiting + (0 if demand.stays_gathered else shard), gradient, 0)
+            continue
         moved = index in streamed
         fetched = moved * (0 if index in in_slots else unit.weights)
         trained = moved * (unit.trained_weights + unit.states)
@@ -99,7 +107,8 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
         else:
             yield _Pass(flops, moved * unit.weights, waiting, 0)
             yield _Pass(backward, fetched + moved * unit.states + waiting, trained, step)
-    yield _Pass((3 * spec.outside_flops - spec.outside_frozen_flops) * rows, 0, 0, _step_bytes(demand.outside, demand))
+    at_the_end = 0 if demand.cpu_offload else _step_bytes(demand.outside, demand)
+    yield _Pass((3 * spec.outside_flops - spec.outside_frozen_flops) * rows, 0, 0, at_the_end)
 
 
 def _step_bytes(unit: UnitBytes, demand: Demand) -> int:

@@ -94,8 +94,9 @@ def _speed(plan: MemoryPlan) -> Iterator[str]:
     if speed.hiding_tokens is not None:
         where = "above" if tokens >= speed.hiding_tokens else "below"
         yield f"{'transfers':<18}hide from {speed.hiding_tokens:,} tokens a step on; this run is {where}"
-    if plan.demand.num_ranks > 1:
-        yield f"{'left out':<18}what the ranks exchange"
+    unknown = {"what the ranks exchange": plan.demand.num_ranks > 1, "the optimizer's step on the host": plan.demand.cpu_offload}
+    if any(unknown.values()):
+        yield f"{'left out':<18}{', '.join(what for what, is_there in unknown.items() if is_there)}"
 
 
 def _bounds(plan: MemoryPlan) -> str:

@@ -35,7 +35,8 @@ def build_engine(  # noqa: PLR0913, PLR0917 - one place where all parts meet
     """
     if isinstance(config.engine, StreamEngineConfig):
         return build_stream_engine(config, stack, loss_fn, device, policy)
-    mesh = init_device_mesh(device.type, (num_ranks,)) if num_ranks > 1 else None
+    offloads = config.engine.cpu_offload  # by FSDP2, which may have one rank
+    mesh = init_device_mesh(device.type, (num_ranks,)) if num_ranks > 1 or offloads else None
     techniques = Techniques(
         precision=config.precision,
         compile=config.compile,
@@ -43,6 +44,7 @@ def build_engine(  # noqa: PLR0913, PLR0917 - one place where all parts meet
         checkpoint_every=config.activation_checkpoint_every or 2,
         kept_operations=policy.kept_operations if policy else (),
         reshard_after_forward=config.engine.reshard_after_forward,
+        cpu_offload=offloads,
     )
     if config.cuda_graph:
         if stack.has_dropout:
@@ -51,13 +53,13 @@ def build_engine(  # noqa: PLR0913, PLR0917 - one place where all parts meet
                 "that; set the dropout probabilities of model.config to 0, or cuda_graph=false"
             )
         use_own_stream(device)
-    runtime = Runtime(device, techniques.precision, mesh, notify if config.cuda_graph else None)
+    runtime = Runtime(device, techniques.precision, mesh, notify if config.cuda_graph else None, offloads)
     masters = parallelize(stack, techniques, device, mesh, runtime.transfers)
     if config.optim.in_backward:
         optimizer = build_by_unit(masters.named, config.trained_optim, clip_units(stack))
     else:
         optimizer = build_sharded(masters.named, config.trained_optim)
-    clip = _clip(config, device)
+    clip = _clip(config, runtime.step_device)
     averages = Averages(masters, config.ema) if config.ema.decay else None
     return ShardedEngine(stack, loss_fn, masters, optimizer, clip, runtime, config.loss.chunk_tokens, averages)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import psutil
 import torch
 
-from fluxray.config.schema import TrainConfig
+from fluxray.config.schema import ShardedEngineConfig, TrainConfig
 from fluxray.errors import ConfigError
 from fluxray.memory import probe
 from fluxray.memory.estimate import GIB
@@ -63,4 +63,5 @@ def _open_keys(config: TrainConfig) -> Mapping[str, str]:
 
 
 def _uses_link(config: TrainConfig) -> bool:
-    return config.engine.kind == "stream" or config.activation_checkpoint == "offload"
+    offloads = isinstance(config.engine, ShardedEngineConfig) and config.engine.cpu_offload
+    return config.engine.kind == "stream" or config.activation_checkpoint == "offload" or offloads

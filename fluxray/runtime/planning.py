@@ -12,7 +12,7 @@ from torch import Tensor
 from fluxray.config.adapter import LoraConfig
 from fluxray.config.keys import nested
 from fluxray.config.load import build, merge
-from fluxray.config.schema import StreamEngineConfig, TrainConfig
+from fluxray.config.schema import ShardedEngineConfig, StreamEngineConfig, TrainConfig
 from fluxray.engine.precision import AUTOCAST_DTYPES
 from fluxray.engine.stream_layout import Layout
 from fluxray.engine.stream_store import resident_indices
@@ -157,6 +157,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
     mixed = config.precision == "mixed-bf16"
     split = mixed and (stream or config.trained_optim.master != "fp32")
     size = _unit_sizes(config, torch.bfloat16 if split else torch.float32)
+    group = config.engine if isinstance(config.engine, ShardedEngineConfig) else ShardedEngineConfig()
     return Demand(
         engine=config.engine.kind,
         spec=spec,
@@ -172,7 +173,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         checkpoint_every=config.activation_checkpoint_every or 2,
         checkpoint_budget=config.activation_checkpoint_budget or 0,
         partly_again=computes_partly_again(config, spec),
-        whole_copies=mixed and not split and ranks == 1,
+        whole_copies=mixed and not split and ranks == 1 and not group.cpu_offload,
         paged_states=config.optim.kind == "paged_adam8bit",
         steps_in_backward=config.optim.in_backward,
         fused_loss=config.compile,
@@ -181,6 +182,8 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         num_checkpoints=config.checkpoint.keep,
         most_micro_batches=most_micro_batches(config, spec.num_sizes),
         saves_frozen=not isinstance(config.adapter, LoraConfig),
+        cpu_offload=group.cpu_offload,
+        stays_gathered=not group.reshard_after_forward,
         resident_indices=lambda num: resident_indices(len(spec.blocks), num),
         samples=sampling_needs(config, spec.row_tokens),
     )
@@ -283,6 +286,10 @@ def _sharded_changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
         yield {"optim.kind": "paged_adam8bit"}
     if config.clip.mode != "exact" and not config.optim.in_backward:
         yield {"optim.in_backward": True}  # fits only where a step is one micro-batch
+    if isinstance(config.engine, ShardedEngineConfig) and not config.engine.reshard_after_forward:
+        yield {"engine.reshard_after_forward": True}
+    if config.resources.gpu > 0:
+        yield {"engine.cpu_offload": True}
 
 
 def _fits(config: TrainConfig, change: Mapping[str, Any], found: MemoryPlan) -> bool:

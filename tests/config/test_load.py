@@ -69,6 +69,7 @@ def test_the_engines_kind_need_not_be_given():
     assert resolve(overrides=["engine.reshard_after_forward=false"]).engine.model_dump() == {
         "kind": "sharded",
         "reshard_after_forward": False,
+        "cpu_offload": False,
     }
     assert isinstance(resolve("a6000").engine, StreamEngineConfig)
 

@@ -93,8 +93,8 @@ def sharded_engine(
     stack = build_stack(case)
     masters = parallelize(stack, case.techniques, case.device, mesh)
     loss_fn = LmTask(0, case.techniques.compile).loss_fn
-    runtime = Runtime(case.device, case.techniques.precision, mesh, print if graphs else None)
-    clip = Clip(case.clip, case.max_norm, case.device)
+    runtime = Runtime(case.device, case.techniques.precision, mesh, print if graphs else None, case.techniques.cpu_offload)
+    clip = Clip(case.clip, case.max_norm, runtime.step_device)
     if case.optim.in_backward:
         optimizer = build_by_unit(masters.named, case.optim, clip_units(stack))
     else:
