@@ -1,15 +1,20 @@
 """Pipelines of tiny encoders as `encode` takes them, folders of captioned pictures, and an encoding without Ray."""
 
 import json
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fluxray.config.encode import EncodeConfig
 from fluxray.config.load import resolve
+from fluxray.data import latent_shards
 from fluxray.data.latent_facts import Family
 from fluxray.data.pictures import open_pictures
 from fluxray.models.encoders import encoder_facts
+from fluxray.tasks import encode_pictures
 from fluxray.tasks.encode import Encoded, Pass, encode
 from fluxray.tasks.encode_pictures import Row
 from fluxray.tasks.encode_plan import EncodeJob, make_job
@@ -68,3 +73,25 @@ def run_here(job: EncodeJob, wave: Pass) -> Iterator[Row]:
 def encode_here(job: EncodeJob, run: Any = run_here) -> Encoded:
     """Encode in this process."""
     return encode(job, job.pictures.refs(), run, lambda *_: None)
+
+
+def encode_until_killed(job: EncodeJob, number: int) -> None:
+    """Encode in a process that gets SIGKILL when its file number `number` is written and not yet in its place."""
+    process = multiprocessing.get_context("fork").Process(target=_encode_and_die, args=(job, number))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _encode_and_die(job: EncodeJob, number: int) -> None:
+    left, commit = [number], latent_shards.commit
+
+    def dying(partial: Path, path: Path) -> None:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        commit(partial, path)
+
+    for module in (latent_shards, encode_pictures):
+        module.commit = dying
+    encode_here(job)

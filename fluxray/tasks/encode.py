@@ -106,6 +106,8 @@ def encode(job: EncodeJob, refs: Iterable[PictureRef], run: Run, watch: Watch) -
     """
     with _alone(job.cache):
         check_folder(job.cache)
+        for partial in job.cache.rglob("*.partial"):  # of an encoding that was killed
+            partial.unlink(missing_ok=True)
         shards = plan_shards(job, refs)
         missing = [shard for shard in shards if not is_done(job, shard)]
         pictures = _run(job, run, watch, [shard for shard in missing if not waiting_file(job, shard).exists()], _PICTURES)
