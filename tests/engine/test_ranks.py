@@ -31,6 +31,7 @@ from tests.engine.helpers import (
     EngineCase,
     Trace,
     broken,
+    build_stack,
     cut,
     expect_close,
     expect_close_values,
@@ -39,6 +40,8 @@ from tests.engine.helpers import (
     sharded_engine,
     train,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORLD = 8
 PUBLISHED = "published weights"
@@ -83,8 +86,18 @@ SPLIT_STEP, LAST_STEP = 2, 5
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run every case once, in one group of WORLD processes, and return where each left its losses and checkpoints."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(_rank_main, (str(folder),), WORLD, start_method="spawn")
+    mp.start_processes(_fork_ranks, (str(folder),), 1, start_method="spawn")
     return folder
+
+
+def _fork_ranks(_: int, folder: str) -> None:
+    """Fork the ranks from a process that has imported what they need and computed nothing: eight times the imports less."""
+    torch.set_num_threads(1)
+    for case in (NEOX, *(replace(NEOX, **differing) for _, _, differing in CASES.values() if "model" in differing)):
+        build_stack(case)  # on the meta device; the libraries import a model's module when it is first built
+    for family in lora_cases.CASES:
+        lora_cases.Adapted(family).stack()
+    mp.start_processes(_rank_main, (folder,), WORLD, start_method="fork")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -35,9 +35,10 @@ def test_a_rank_holds_its_share_of_the_whole_and_gathered_blocks(model: str, num
     assert device == alone and set(device) == {"weights", "optimizer", "gradients", "gathered blocks", *per_micro_batch}
 
 
-@pytest.mark.parametrize(
-    ("model", "fits"), [("flux1-dev", (True, True)), ("flux2-dev", (False, False)), ("neox-20b", (True, False))]
-)
+FITS = {"flux1-dev": (True, True), "flux2-dev": (False, False), "neox-20b": (True, False)}
+
+
+@pytest.mark.parametrize(("model", "fits"), FITS.items())
 def test_what_eight_gpus_of_80_and_of_40_gb_can_train(model: str, fits: tuple[bool, bool]) -> None:
     words = ("activation_checkpoint=full",)
     assert tuple(not group(model, *words, memory_gb=memory_gb).shortfalls for memory_gb in (80, 40)) == fits
