@@ -124,8 +124,14 @@ def _check_checkpointing(config: TrainConfig) -> None:
         "activation_checkpoint_every": ("every_n", config.activation_checkpoint_every, "2"),
         "activation_checkpoint_budget": ("selective", config.activation_checkpoint_budget, "4GB"),
     }
+    is_planned = kind == "selective" and config.activation_checkpoint_budget is None
+    if is_planned and config.batch.dynamic:
+        raise ConfigError(
+            "activation_checkpoint: 'selective' fills what the plan leaves of a device, which batch.dynamic wants for larger "
+            "micro-batches; set activation_checkpoint_budget=4GB, or batch.dynamic=false"
+        )
     for key, (owner, value, example) in wanted.items():
-        if kind == owner and value is None:
+        if kind == owner and value is None and not is_planned:
             raise ConfigError(f"activation_checkpoint: {kind!r} wants {key}; set it, such as {key}={example}")
         if kind != owner and value is not None:
             raise ConfigError(

@@ -286,7 +286,9 @@ class TrainConfig(Section):
         default=None, ge=2, description="every_n: the n; one block of so many keeps only its input, the others everything"
     )
     activation_checkpoint_budget: Annotated[int | None, SIZE] = Field(
-        default=None, gt=0, description="selective: bytes a rank that results may take which are dear to compute again"
+        default=None,
+        gt=0,
+        description="selective: bytes a rank for results that are dear to compute again; default: what the plan leaves",
     )
     attention: Literal["auto"] | Kernel = Field(
         default="auto", description="what computes attention; auto: the fastest kernel that the run and its GPU allow"

@@ -29,8 +29,8 @@ def segments(num_blocks: int) -> list[range]:
     return [range(max(end - size, 0), end) for end in range(num_blocks, 0, -size)][::-1]
 
 
-def choose(demand: "Demand", kept_blocks: int) -> tuple[tuple[Operation, ...], ...]:
-    """Return for each block the operations whose results `selective` keeps under the demand's budget; none for other kinds.
+def choose(demand: "Demand", kept_blocks: int, budget: int) -> tuple[tuple[Operation, ...], ...]:
+    """Return for each block the operations whose results `selective` keeps in `budget` bytes; none for other kinds.
 
     The stream engine's last block and `kept_blocks` before it keep everything anyway.
     """
@@ -41,7 +41,7 @@ def choose(demand: "Demand", kept_blocks: int) -> tuple[tuple[Operation, ...], .
     costs = {name: kind.operations for name, kind in spec.kinds.items()}
     rows = demand.rank_rows if stream else demand.micro_rows
     kinds = [block.kind for block in spec.blocks[:num_again]]
-    return choose_operations(kinds, costs, rows, demand.checkpoint_budget, spec.has_dropout)
+    return choose_operations(kinds, costs, rows, budget, spec.has_dropout)
 
 
 def kept_by_sharded(demand: "Demand", policy: "Policy") -> Kept:

@@ -79,8 +79,8 @@ class Demand:
 
     A step is `num_micro_batches` of `micro_rows` rows on each of `num_ranks`. `itemsize` are the bytes of a number that the
     model computes with. `hold_gradients`: clipping needs the whole norm before any block steps. `activation_checkpoint`: which
-    activations backward computes again, with `checkpoint_every` (blocks) and `checkpoint_budget` (bytes) of the kinds that have
-    them; `partly_again`: only what it needs of a block. `resident_indices(n)` are the blocks that
+    activations backward computes again, with `checkpoint_every` (blocks) and `checkpoint_budget` (bytes; None: what the plan
+    leaves) of the kinds that have them; `partly_again`: only what it needs of a block. `resident_indices(n)` are the blocks that
     the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
     weights to compute with. `paged_states`: optimizer states may leave the device for the host. `steps_in_backward`: a block's
     gradients are freed before the next one's come. `fused_loss`: it has no fp32 temporaries.
@@ -102,7 +102,7 @@ class Demand:
     hold_gradients: bool = False
     activation_checkpoint: CheckpointKind = "full"
     checkpoint_every: int = 2
-    checkpoint_budget: int = 0
+    checkpoint_budget: int | None = 0
     partly_again: bool = False
     whole_copies: bool = False
     paged_states: bool = False
@@ -147,7 +147,7 @@ class Demand:
 class Policy:
     """What is decided for a run. `kept_blocks` before the last keep their activations instead of computing them again.
 
-    `kept_operations` are of each block those whose results `selective` keeps.
+    `kept_operations` are of each block those whose results `selective` keeps, in `checkpoint_budget` bytes.
     """
 
     weight_slots: int = 3
@@ -156,6 +156,7 @@ class Policy:
     kept_blocks: int = 0
     epilogue_tokens: int = FULL_CHUNK
     kept_operations: tuple[tuple[Operation, ...], ...] = ()
+    checkpoint_budget: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ SPARE_SHARE = 0.06
 """Of the device that stays free where activations are kept for speed alone: what an allocator may lose to fragmentation."""
 
 
+GROUP_SPARE_SHARE = 0.10
+"""The same where blocks are gathered: they come and go on streams of their own, whose free memory the others cannot use."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The parts of the policy that the configuration fixes; None leaves the choice to the plan."""
@@ -137,8 +141,19 @@ def cut_anew(found: MemoryPlan, micro_rows: int) -> MemoryPlan:
 
 
 def _planned(demand: Demand, policy: Policy, hardware: Hardware) -> MemoryPlan:
-    policy = replace(policy, kept_operations=choose(demand, policy.kept_blocks))
+    budget = _spare(demand, policy, hardware) if demand.checkpoint_budget is None else demand.checkpoint_budget
+    kept = choose(demand, policy.kept_blocks, budget)
+    policy = replace(policy, kept_operations=kept, checkpoint_budget=budget)
     return MemoryPlan(demand, policy, hardware, estimate(demand, policy), predict(demand, policy, hardware))
+
+
+def _spare(demand: Demand, policy: Policy, hardware: Hardware) -> int:
+    """Return the bytes of a device that nothing takes while every block is computed again, less those that stay free."""
+    if demand.activation_checkpoint != "selective" or hardware.device_bytes is None:
+        return 0
+    share = GROUP_SPARE_SHARE if demand.gathers else SPARE_SHARE
+    taken = sum(estimate(demand, replace(policy, kept_operations=())).device.values())
+    return max(0, int((1 - share) * hardware.device_bytes) - taken)
 
 
 def _with_kept(found: MemoryPlan) -> MemoryPlan:

@@ -49,6 +49,12 @@ def hardware(config: TrainConfig) -> Hardware:
     return Hardware(int(whole), int(host), given.disk, tflops, link, bandwidth, sources)
 
 
+def host_bytes(config: TrainConfig) -> int:
+    """Return the memory of one host: what `hardware.host_memory` says, or this machine."""
+    given = config.hardware.host_memory
+    return psutil.virtual_memory().total if given is None else given
+
+
 def is_complete(config: TrainConfig) -> bool:
     """Return whether `hardware.*` holds every figure of the plan, so that any machine can make it."""
     needed = {"host_memory": "", "tflops": "", **(_open_keys(config) if config.resources.gpu > 0 else {})}

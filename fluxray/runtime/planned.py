@@ -44,7 +44,12 @@ def plan_worker(config: TrainConfig, known: Known, rank: int, notify: Callable[[
         require_room(found)
         write_text(run_dir / POLICY_FILE, json.dumps(asdict(found.policy)))
     elif config.resources.gpu > 0 and rank == 0:
-        found = plan_run(config, known=known)
+        spec, before = model_spec(config, known), _as_before(config, run_dir)
+        found = plan_run(before, spec, known)
+        if found.shortfalls and before != config:
+            found = plan_run(config, spec, known)
+        if config.activation_checkpoint == "selective":
+            write_text(run_dir / POLICY_FILE, json.dumps(asdict(found.policy)))
         try:
             require_fit(config, found)
         except PlanError as error:
@@ -64,6 +69,10 @@ def _as_before(config: TrainConfig, run_dir: Path) -> TrainConfig:
     try:
         policy = json.loads((run_dir / POLICY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return config
+    if config.activation_checkpoint == "selective" and config.activation_checkpoint_budget is None:
+        config = config.model_copy(update={"activation_checkpoint_budget": policy.get("checkpoint_budget")})
+    if config.engine.kind == "sharded":
         return config
     open_keys = {key: policy[key] for key in ("resident_blocks", "kept_blocks") if key in policy}
     engine = config.engine.model_copy(

@@ -17,7 +17,7 @@ from fluxray.engine.precision import AUTOCAST_DTYPES
 from fluxray.engine.stream_layout import Layout
 from fluxray.engine.stream_store import resident_indices
 from fluxray.errors import ConfigError, PlanError
-from fluxray.memory.checkpointing import again_share, choose
+from fluxray.memory.checkpointing import again_share
 from fluxray.memory.estimate import FULL_CHUNK, Demand, Policy, UnitBytes
 from fluxray.memory.plan import MemoryPlan, Wanted, fitting_sizes, plan
 from fluxray.memory.spec import ModelSpec, ParameterSpec, read_spec
@@ -26,7 +26,7 @@ from fluxray.memory.table import reason, table
 from fluxray.optim.average import DTYPES
 from fluxray.optim.states import state_format
 from fluxray.runtime.blockprobe import computes_partly_again, probe_blocks
-from fluxray.runtime.figures import hardware
+from fluxray.runtime.figures import hardware, host_bytes
 from fluxray.runtime.sampling_needs import sampling_needs
 from fluxray.runtime.stacks import Known, example, model_of
 
@@ -53,10 +53,11 @@ def check_techniques(config: TrainConfig, has_dropout: bool) -> None:
 
 
 def policy_without_plan(config: TrainConfig, known: Known) -> Policy | None:
-    """Return what the sharded engine must be told where there is no plan: on a CPU, and on all ranks but the first."""
+    """Return what the sharded engine must be told where there is no plan: on a CPU, whose ranks share the host."""
     if config.activation_checkpoint != "selective":
         return None
-    return Policy(kept_operations=choose(demand(config, model_spec(config, known)), 0))
+    spec, each = model_spec(config, known), host_bytes(config) // config.resources.num_workers
+    return plan(demand(config, spec), Hardware(each, None, None, 1.0, None, None, {}), _wanted(config, spec)).policy
 
 
 def require_fit(config: TrainConfig, found: MemoryPlan) -> None:
@@ -100,7 +101,10 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
             + f"activations of {policy.kept_blocks} kept"
         )
     again = again_share(found.demand, policy)
-    lines.append(f"{'recomputed':<18}{again:.0%} of the blocks' forward: activation_checkpoint {config.activation_checkpoint}")
+    told = config.activation_checkpoint
+    if told == "selective":
+        told += f", {policy.checkpoint_budget / 1e9:.3g} GB of results kept at most"
+    lines.append(f"{'recomputed':<18}{again:.0%} of the blocks' forward: activation_checkpoint {told}")
     return [*lines, *table(found)]
 
 
@@ -171,7 +175,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         hold_gradients=stream and config.clip.mode == "exact",
         activation_checkpoint=config.activation_checkpoint,
         checkpoint_every=config.activation_checkpoint_every or 2,
-        checkpoint_budget=config.activation_checkpoint_budget or 0,
+        checkpoint_budget=config.activation_checkpoint_budget,
         partly_again=computes_partly_again(config, spec),
         whole_copies=mixed and not split and ranks == 1 and not group.cpu_offload,
         paged_states=config.optim.kind == "paged_adam8bit",

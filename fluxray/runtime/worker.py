@@ -170,8 +170,8 @@ def build_parts(config: TrainConfig, context: WorkerContext) -> Parts:
             learned = learn_text(config, context, ranks, device)
         case "flow":
             learned = learn_images(config, context, ranks, device)
-    plan = plan_worker(config, learned.known, context.rank, context.notify, context.run_dir)
-    policy = plan.policy if plan else policy_without_plan(config, learned.known)
+    plan = ranks.together(lambda: plan_worker(config, learned.known, context.rank, context.notify, context.run_dir))
+    policy = ranks.gather(plan and plan.policy)[0] or policy_without_plan(config, learned.known)
     engine = build_engine(config, learned.stack, learned.loss_fn, device, context.num_ranks, policy, context.notify)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     peak_tflops = plan.hardware.tflops if plan else config.hardware.tflops or measure_matrix_tflops(device, dtype)

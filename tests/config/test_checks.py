@@ -133,8 +133,9 @@ CONTRADICTIONS = {
     ("activation_checkpoint=every_n",): (
         "activation_checkpoint: 'every_n' wants activation_checkpoint_every; set it, such as activation_checkpoint_every=2"
     ),
-    ("activation_checkpoint=selective",): (
-        "activation_checkpoint: 'selective' wants activation_checkpoint_budget; set it, such as activation_checkpoint_budget=4GB"
+    ("activation_checkpoint=selective", "batch.dynamic=true"): (
+        "activation_checkpoint: 'selective' fills what the plan leaves of a device, which batch.dynamic wants for larger "
+        "micro-batches; set activation_checkpoint_budget=4GB, or batch.dynamic=false"
     ),
     ("activation_checkpoint_budget=1GB",): (
         "activation_checkpoint_budget: 1000000000 has no effect with activation_checkpoint none; drop it or set "

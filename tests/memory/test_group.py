@@ -89,3 +89,28 @@ def test_a_plan_that_does_not_fit_names_offloading() -> None:
 @pytest.mark.parametrize(("num_bytes", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (3 * 2**30, 4 * 2**30)])
 def test_page_locked_memory_comes_in_powers_of_two(num_bytes: int, taken: int) -> None:
     assert page_locked(num_bytes) == taken
+
+
+def test_recomputation_is_spared_with_the_memory_that_is_left() -> None:
+    full, planned = (group("flux1-dev", f"activation_checkpoint={kind}") for kind in ("full", "selective"))
+    spec, limit = full.demand.spec, 0.9 * 80e9
+    everything = sum(
+        cost.num_bytes * full.demand.micro_rows for block in spec.blocks for cost in spec.kinds[block.kind].operations
+    )
+    assert planned.policy.checkpoint_budget == pytest.approx(limit - full.device_bytes, abs=1)
+    more = planned.bytes.device["activations"] - full.bytes.device["activations"]
+    assert more == everything < planned.policy.checkpoint_budget  # so little is kept of two images that there is room for all
+    assert planned.speed.seconds < 0.85 * full.speed.seconds
+    larger = group("flux1-dev", "batch.micro_size=8", "batch.accumulation_steps=1")
+    assert larger.demand.activation_checkpoint == "selective"  # as the preset has it
+    assert 0.88 * 80e9 < larger.device_bytes <= limit and larger.speed.seconds < full.speed.seconds
+    tight = group("flux1-dev", memory_gb=36)
+    assert tight.policy.checkpoint_budget == 0 and not any(tight.policy.kept_operations)
+
+
+def test_a_given_budget_holds_whatever_is_left() -> None:
+    given, full = (
+        group("flux1-dev", *words) for words in (("activation_checkpoint_budget=1GB",), ("activation_checkpoint=full",))
+    )
+    assert given.policy.checkpoint_budget == 10**9
+    assert 0.9e9 < given.bytes.device["activations"] - full.bytes.device["activations"] <= 10**9
