@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Drill:
     cluster: Cluster
     second: Any
     cpus: float
+    model: Sequence[str] = tuple(MODEL)
     driver: subprocess.Popen[str] | None = None
     log: list[str] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class Drill:
             "FLUXRAY_HOME": str(self.home),
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         }
-        command = [sys.executable, str(ROOT / "jobs" / "train.py"), *MODEL, *self.words, f"name={self.name}"]
+        command = [sys.executable, str(ROOT / "jobs" / "train.py"), *self.model, *self.words, f"name={self.name}"]
         output = (self.home / f"{self.name}.log").open("a")
         self.driver = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 

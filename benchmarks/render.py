@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scaling_conclusion import scaling_conclusion
+
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCUMENTS = ROOT / "benchmarks" / "results", ROOT / "docs"
 
@@ -13,6 +15,7 @@ Row = dict[str, Any]
 COLUMNS = {
     "model": "model",
     "note": "what",
+    "num_gpus": "GPUs",
     "num_faults": "faults",
     "num_workers": "workers",
     "median_s": "seconds to the next step, median",
@@ -44,6 +47,12 @@ COLUMNS = {
     "model_tflops": "model TFLOPS",
     "card_matrix_tflops": "card's bf16 product, TFLOPS",
     "share_of_matrix_rate": "share",
+    "of_linear": "of linear",
+    "exposed_share": "communication exposed",
+    "held_gib": "held a GPU, GiB",
+    "share_gib": "its share of 12 bytes a parameter, GiB",
+    "gathered_gib": "gathered blocks, GiB",
+    "kept_results_gb": "kept instead of computed again, GB",
     "device_gb": "device GB",
     "planned_device_gb": "planned",
     "host_gib": "host GiB",
@@ -242,6 +251,7 @@ CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "prediction": ("What to expect of one RTX A6000, and what it costs", prediction_conclusion),
     "sweep": ("Sweeps: lm-tiny on two cores", sweep_conclusion),
     "sweep-card": ("The grid of the report: flux2-seed on one GPU, trials that share it", sweep_card_conclusion),
+    "scaling": ("Groups of GPUs: FSDP2 on one host", scaling_conclusion),
     "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
     "lm": ("flux2-seed (1.41B) on one GPU, sequence 2,048", lm_conclusion),
 }
@@ -299,7 +309,7 @@ def render(document: str) -> str:
 
 
 def _cell(key: str, value: object) -> str:
-    if isinstance(value, float) and key in ("ratio", "share_of_matrix_rate"):
+    if isinstance(value, float) and key in ("ratio", "share_of_matrix_rate", "of_linear", "exposed_share"):
         return f"{value:.1%}"
     if isinstance(value, int | float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:g}"

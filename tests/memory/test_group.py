@@ -22,7 +22,7 @@ def group(model: str, *words: str, num_ranks: int = 8, memory_gb: int = 80) -> M
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_rank_holds_its_share_of_the_whole_and_gathered_blocks(model: str, num_ranks: int) -> None:
-    found = group(model, num_ranks=num_ranks)
+    found = group(model, "activation_checkpoint=full", num_ranks=num_ranks)
     blocks, outside = found.demand.blocks, found.demand.outside
     number, largest = found.demand.spec.num_parameters, max(unit.num_gradients for unit in blocks)
     device = found.bytes.device
@@ -31,7 +31,7 @@ def test_a_rank_holds_its_share_of_the_whole_and_gathered_blocks(model: str, num
     # bf16: two blocks and what is outside them; fp32: a block's gradient before and after reduction
     assert device["gathered blocks"] == 2 * (2 * largest + outside.num_weights) + 8 * largest
     per_micro_batch = ("kept inputs", "activations", "logits", "CUDA context", "workspaces", "validation")
-    alone = group(model, num_ranks=num_ranks, memory_gb=40).bytes.device
+    alone = group(model, "activation_checkpoint=full", num_ranks=num_ranks, memory_gb=40).bytes.device
     assert device == alone and set(device) == {"weights", "optimizer", "gradients", "gathered blocks", *per_micro_batch}
 
 
