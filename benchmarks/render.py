@@ -311,6 +311,8 @@ def render(document: str) -> str:
 def _cell(key: str, value: object) -> str:
     if isinstance(value, float) and key in ("ratio", "share_of_matrix_rate", "of_linear", "exposed_share"):
         return f"{value:.1%}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int | float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
     return "" if value is None else str(value)

@@ -30,6 +30,12 @@ from fluxray.errors import CheckpointError, DamagedCheckpointError
 from fluxray.protocols import RunState, StateItem
 from fluxray.ranks import ALONE, Ranks
 
+MODEL_DIR = "model"
+"""Folder of a run that holds the library's config.json."""
+
+TOKENIZER_DIR = "tokenizer"
+"""Folder of the run of a language model that holds its tokenizer."""
+
 FORMAT_VERSION = 1
 PREFIX = "step_"
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from fluxray.checkpoint import CheckpointReader, committed, open_newest
+from fluxray.checkpoint import MODEL_DIR, TOKENIZER_DIR, CheckpointReader, committed, open_newest
 from fluxray.config import text
 from fluxray.errors import CheckpointError, ConfigError
 from fluxray.export.adapter import Adapters, adapters_of, is_adapted, merged, write_for_diffusers, write_for_peft
@@ -15,12 +15,6 @@ from fluxray.export.causal_lm import exported_model, write_language_model
 from fluxray.export.files import Kept, check_target, filled_or_empty
 from fluxray.export.flux import exported_transformer, write_bfl, write_pipeline
 from fluxray.optim.states import AVERAGE
-
-MODEL_DIR = "model"
-"""Folder of a run that holds the library's config.json."""
-
-TOKENIZER_DIR = "tokenizer"
-"""Folder of the run of a language model that holds its tokenizer."""
 
 RUN_CONFIG = "config.yaml"
 """The run's configuration; its `model.weights` tells the pipeline that a FLUX run began from."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fluxray.checkpoint import CheckpointReader, committed, directory_name
+from fluxray.checkpoint import MODEL_DIR, TOKENIZER_DIR, CheckpointReader, committed, directory_name
 from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError, one_line
-from fluxray.export import MODEL_DIR, TOKENIZER_DIR
 from fluxray.runtime.paths import CONFIG_FILE, committed_checkpoints, forget_missing_checkpoints, write_text
 
 BESIDE = (MODEL_DIR, TOKENIZER_DIR)

@@ -37,6 +37,10 @@ GRAIN = 1e-4
 """Ray counts resources in steps of this size."""
 
 ACCELERATOR_PREFIX = "accelerator_type:"
+ALONE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_worker_maximum_startup_concurrency": "16"}
+"""Of a Ray that is started for one run or sweep: nobody takes its node away, which a process of each run would watch for; and a
+few processes are started at once, of which Ray warns on a machine of few cores."""
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -60,7 +64,7 @@ def session(verbose: bool) -> Iterator[int | None]:
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
     _check_address(address)
-    with _importable_in_workers():
+    with _importable_in_workers(), _set_where_missing(ALONE if address == "local" else {}):
         try:
             ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
         except (ConnectionError, ValueError) as error:
@@ -238,6 +242,18 @@ def _importable_in_workers() -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def _set_where_missing(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment that the user has not set."""
+    missing = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

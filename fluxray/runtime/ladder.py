@@ -28,7 +28,6 @@ from fluxray.memory.estimate import CONTEXT_BYTES
 from fluxray.runtime.figures import is_complete
 from fluxray.runtime.outcome import FailedError
 from fluxray.runtime.paths import committed_checkpoints, write_text
-from fluxray.runtime.planning import plan_run
 from fluxray.runtime.prepare import BATCH_KEYS, again
 from fluxray.runtime.sharing import budget
 
@@ -106,6 +105,8 @@ def _streamed(config: TrainConfig) -> Mapping[str, Any] | None:
     if config.optim.kind == "paged_adam8bit":  # the same moments, which live on the host anyway
         changes["optim.kind"] = "adam8bit"
     streamed = _changed(config, changes)
+    from fluxray.runtime.planning import plan_run  # seconds of imports, for this rung alone
+
     return None if is_complete(streamed) and plan_run(streamed).shortfalls else changes
 
 

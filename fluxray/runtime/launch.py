@@ -26,6 +26,7 @@ from fluxray.runtime import cluster, ladder, tracking
 from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, silent_ranks, start_board
 from fluxray.runtime.failure import explain
 from fluxray.runtime.identity import Part
+from fluxray.runtime.imports import quick_imports
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import (
     CONFIG_FILE,
@@ -39,7 +40,6 @@ from fluxray.runtime.prepare import Run, again, fetch_lost, prepare, save_config
 from fluxray.runtime.progress import Display, Snapshot
 from fluxray.runtime.report import WorkerFn, work
 from fluxray.runtime.stopping import in_thread, on_stop_signal
-from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 
 CONTROLLER_FAILURES = 2
 """Ray's default is to try for ever."""
@@ -67,7 +67,12 @@ class FinishedRun:
     summary: RunSummary
 
 
-TRAINING = Steps(preflight, run_worker)
+def training() -> Steps:
+    """Return what a training calls. Its imports take seconds, which the driver of a trial does not need."""
+    with quick_imports():
+        from fluxray.runtime.worker import preflight, run_worker
+
+    return Steps(preflight, run_worker)
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,12 @@ class Trial:
     should_stop: Callable[[], bool]
 
 
-def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps: Steps = TRAINING) -> FinishedRun:
+def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps: Steps | None = None) -> FinishedRun:
     """Train on Ray to the end, or go on with the run of that name.
 
     `label` begins the name of a run that has none. Raises FluxrayError for the user's faults, FailedError, StoppedError.
     """
+    steps = steps or training()
     check_available(config)
     cluster.check_machine(config.resources)
     run = prepare(config, label)
@@ -131,8 +137,10 @@ def _down_the_ladder(run: Run, first: Assignment, local_cores: int | None, shoul
         tracking.note(first.tracking, {f"oom.{down.count}": down.told})
 
 
-def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn = run_evaluation) -> RunSummary:
+def evaluate(run_dir: Path, verbose: bool = False, run: WorkerFn | None = None) -> RunSummary:
     """Return loss and perplexity of a run's newest checkpoint on its held-out split. Raises like `train`."""
+    if run is None:
+        from fluxray.runtime.worker import run_evaluation as run
     config = from_yaml(run_dir / CONFIG_FILE)
     check_available(config)
     if not committed_checkpoints(run_dir):

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from fluxray.checkpoint import MODEL_DIR
 from fluxray.config.adapter import drops_inputs
 from fluxray.config.schema import FlowTaskConfig, TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.prior import RowsWithPrior
-from fluxray.export import MODEL_DIR
 from fluxray.memory.frozen import FrozenFlops
 from fluxray.metrics import count_forward_flops
 from fluxray.models.flux_facts import FluxFacts, flux_facts

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
+from fluxray.checkpoint import MODEL_DIR, TOKENIZER_DIR
 from fluxray.config.adapter import drops_inputs
 from fluxray.config.schema import TrainConfig
 from fluxray.data.loader import Loader
 from fluxray.data.text import TextData, prepare_text
 from fluxray.errors import ConfigError
-from fluxray.export import MODEL_DIR, TOKENIZER_DIR
 from fluxray.memory.frozen import FrozenFlops
 from fluxray.metrics import count_forward_flops
 from fluxray.models.causal_lm import CausalLMStack, build_causal_lm, has_dropout, library_config

@@ -116,7 +116,8 @@ def _draw_parallel(table: Table, axes: Sequence[Axis], values: Values, folder: P
         if finite(trial.value):
             share = (float(trial.value or 0) - low) / (high - low) if high > low else 0.5
             places.append(min(max(share, 0.0), 1.0))
-        place.plot(range(len(places)), places, **_style(table, trial, values), solid_joinstyle="round", clip_on=False)
+        ends = {} if finite(trial.value) else {"marker": "x", "markevery": [-1]}
+        place.plot(range(len(places)), places, **_style(table, trial, values), **ends, solid_joinstyle="round", clip_on=False)
     for number, axis in enumerate(axes):
         _draw_scale(place, number, axis.ticks())
     marks = [(i / 4, values.write(low + (high - low) * i / 4)) for i in range(5)] if high > low else [(0.5, values.write(low))]

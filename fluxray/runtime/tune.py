@@ -19,7 +19,7 @@ from fluxray.errors import FluxrayError
 from fluxray.runtime import cluster
 from fluxray.runtime.board import pack
 from fluxray.runtime.concurrency import DRIVER_CPU, largest, max_concurrent
-from fluxray.runtime.launch import TRAINING, Steps
+from fluxray.runtime.launch import Steps, training
 from fluxray.runtime.outcome import StoppedError
 from fluxray.runtime.stopping import in_thread, on_stop_signal
 from fluxray.runtime.sweep_table import Table, read_table
@@ -40,12 +40,13 @@ TUNE_ENVIRONMENT = {
 
 
 def run_sweep(
-    sweep: Sweep, limit: int | None = None, allow_many: bool = False, verbose: bool = False, steps: Steps = TRAINING
+    sweep: Sweep, limit: int | None = None, allow_many: bool = False, verbose: bool = False, steps: Steps | None = None
 ) -> Table:
     """Run the trials of a sweep that have not ended, at most `limit` at a time, and return its table.
 
     Raises FluxrayError for the user's faults and StoppedError where the sweep was stopped and can go on.
     """
+    steps = steps or training()
     trials = Trials(sweep, planned(sweep, allow_many))
     if not trials.has_more:
         print(f"sweep {sweep.name}: all trials have ended before", flush=True)

@@ -22,7 +22,6 @@ from fluxray.runtime.identity import Part, param
 from fluxray.runtime.launch import Trial, carry_out
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import write_text
-from fluxray.runtime.planned import PLAN_FILE
 from fluxray.runtime.points import read_points
 from fluxray.runtime.prepare import prepare
 from fluxray.runtime.sweep_table import Point
@@ -96,8 +95,12 @@ def _judged(outcome: Outcome, num_points: int, metric: str) -> Outcome:
 
 def _its_plan(run_dir: Path, reason: str) -> str:
     """Return where the plan lies of a trial that had not the memory."""
+    if "out of memory" not in reason:
+        return ""
+    from fluxray.runtime.planned import PLAN_FILE  # seconds of imports, which other trials do not need
+
     plan = run_dir / PLAN_FILE
-    return f"; its plan: {plan}" if "out of memory" in reason and plan.exists() else ""
+    return f"; its plan: {plan}" if plan.exists() else ""
 
 
 def _train(folder: Path, number: int, run_dir: Path, carry: Callable[[], object]) -> Outcome | None:

@@ -7,8 +7,11 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +92,34 @@ def browse(
         return value, Image.open(io.BytesIO(png)).convert("RGB")
 
     return open_page
+
+
+@pytest.fixture
+def ui(running, wait_for, tmp_path: Path) -> Iterator[str]:
+    """The pages of `fluxray ui` on the runs in tmp_path; what it prints must tell their address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable,
+        "-c",
+        "from fluxray.cli import main; main()",
+        "ui",
+        "--storage",
+        str(tmp_path),
+        "--port",
+        str(port),
+    ]
+    with running(command) as (process, log):
+
+        def is_up() -> bool:
+            assert process.poll() is None, log.read_text()
+            return url in log.read_text()
+
+        wait_for(is_up)
+        assert urllib.request.urlopen(f"{url}/health", timeout=10).status == 200
+        yield url
 
 
 def read_port(profile: Path, process: subprocess.Popen, log: Path) -> int | None:

@@ -2,10 +2,6 @@
 
 import math
 import re
-import socket
-import sys
-import urllib.request
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,34 +24,6 @@ CURVE = """
 """The path of the curve, once the page names the metric and draws it."""
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture
-def ui(running, wait_for, tmp_path: Path) -> Iterator[str]:
-    """The pages of `fluxray ui` on the runs in tmp_path; what it prints must tell their address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [
-        sys.executable,
-        "-c",
-        "from fluxray.cli import main; main()",
-        "ui",
-        "--storage",
-        str(tmp_path),
-        "--port",
-        str(port),
-    ]
-    with running(command) as (process, log):
-
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()
-            return url in log.read_text()
-
-        wait_for(is_up)
-        assert urllib.request.urlopen(f"{url}/health", timeout=10).status == 200
-        yield url
 
 
 @pytest.fixture

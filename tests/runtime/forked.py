@@ -8,7 +8,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LOADED = ["fluxray.runtime.launch", "fluxray.runtime.checkpoints", "fluxray.export", "mlflow.tracking", __name__]
+LOADED = [
+    "fluxray.runtime.tune",
+    "fluxray.runtime.worker",
+    "fluxray.runtime.checkpoints",
+    "fluxray.export",
+    "mlflow.tracking",
+    __name__,
+]
 LIMIT_S = 200
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from fluxray.config.load import resolve
@@ -157,3 +159,10 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once(address, message
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(PlanError, match=message), cluster.session(verbose=False):
         pass
+
+
+def test_variables_are_set_for_a_while_where_the_user_has_not_set_them(monkeypatch):
+    monkeypatch.setenv("FLUXRAY_TEST_MINE", "mine")
+    with cluster._set_where_missing({"FLUXRAY_TEST_MINE": "other", "FLUXRAY_TEST_NEW": "new"}):
+        assert (os.environ["FLUXRAY_TEST_MINE"], os.environ["FLUXRAY_TEST_NEW"]) == ("mine", "new")
+    assert os.environ["FLUXRAY_TEST_MINE"] == "mine" and "FLUXRAY_TEST_NEW" not in os.environ

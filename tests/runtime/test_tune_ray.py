@@ -80,6 +80,7 @@ def swept(tmp_path_factory):
         until(lambda: answers(head.address), "head")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "FLUXRAY_"))}
         environment = {**kept, "RAY_ADDRESS": head.address, "RAY_AUTH_MODE": head.mode, "PYTHONPATH": str(ROOT)}
+        environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process of each trial that takes a second of a core
         first = start(words, folder, environment, folder / "first")
         until(lambda: first.exitcode is not None or (read_points(run_dir) and read_outcome(sweep_dir, 1)), "points", 600)
         assert first.exitcode is None, (folder / "first" / "err").read_text()[-3000:]
@@ -170,7 +171,9 @@ def test_mlflow_has_a_parent_and_each_trial_once_with_each_point_once(swept, rec
         assert trial.status == "failed" or losses == list(range(1, 21))
     assert [name for name in NAMES if runs[name].data.tags.get("fluxray.best") == "true"] == [table.winner and table.winner.run]
     assert runs["grid"].info.status == "FINISHED"
-    assert {"space.yaml", "environment.json", "trials.jsonl"} <= {file.path for file in client.list_artifacts(parent)}
+    assert {"space.yaml", "environment.json", "trials.jsonl", "report.html", "pictures"} <= {
+        file.path for file in client.list_artifacts(parent)
+    }
 
 
 def test_equal_products_of_micro_batch_and_accumulation_have_equal_first_losses(recorded):
