@@ -13,17 +13,18 @@ import os
 import random
 import re
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import ray
 import torch
 from ray.cluster_utils import Cluster
@@ -90,17 +91,17 @@ class Drill:
 
     def points(self) -> list[tuple[int, float, float]]:
         """Return step, loss and time (seconds since the epoch) of every point that MLflow has."""
-        database = self.home / "mlflow.db"
-        if not database.exists():
+        query = (
+            "select t.run_uuid, m.step, m.value, m.timestamp from tags t join metrics m on m.run_uuid = t.run_uuid "
+            "where t.key = 'fluxray.run' and t.value = ? and m.key = 'train/loss'"
+        )
+        try:  # read only: the driver alone may make the tables
+            with closing(sqlite3.connect(f"file:{self.home / 'mlflow.db'}?mode=ro", uri=True)) as database:
+                found = database.execute(query, (self.name,)).fetchall()
+        except sqlite3.OperationalError:
             return []
-        client = mlflow.MlflowClient(f"sqlite:///{database}")
-        experiment = client.get_experiment_by_name("fluxray")
-        runs = client.search_runs([experiment.experiment_id], f"tags.`fluxray.run` = '{self.name}'") if experiment else []
-        if not runs:
-            return []
-        assert len(runs) == 1, f"{len(runs)} MLflow runs of {self.name}"
-        history = client.get_metric_history(runs[0].info.run_id, "train/loss")
-        return [(point.step, point.value, point.timestamp / 1000) for point in history]
+        assert len({run for run, *_ in found}) <= 1, f"several MLflow runs of {self.name}"
+        return [(step, value, milliseconds / 1000) for _, step, value, milliseconds in found]
 
     def newest(self) -> int:
         """Return the newest step that MLflow has."""

@@ -61,7 +61,7 @@ COLUMNS = {
     "reserved_over_allocated": "reserved over allocated",
     "padding_share": "padding",
     "last_loss": "last loss",
-    "off_by_loss": "off fp32 by",
+    "off_by_loss": "loss off by",
     "range_of_seeds": "range of seeds",
     "best_lr": "best learning rate",
     "lr": "learning rate",

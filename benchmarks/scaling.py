@@ -100,7 +100,10 @@ def measured(row: str, num_gpus: int, given: argparse.Namespace, scratch: Path) 
         if case.purpose == "kill":
             yield killed(row, case, num_gpus, given, folder)
             return
-        _write_data(case, num_gpus, given, folder)
+        fault = _write_data(row, num_gpus, given, folder)
+        if fault is not None:
+            yield _row(row, case, num_gpus, fault)
+            return
         yield _row(row, case, num_gpus, group_run(row_words(row, folder, given), num_gpus, given.limit, folder))
         if case.purpose == "save" and (folder / "run").is_dir():
             yield from resumed(row, case, num_gpus, given, folder)
@@ -169,8 +172,8 @@ def baseline(script: Path, num_gpus: int, compiled: bool, limit_s: float) -> lis
         }
         for found in RESULT_OF_BASELINE.finditer(done.stdout)
     ]  # fmt: skip
-    reason = [line for line in done.stderr.splitlines() if line.strip()][-2:]
-    return rows or [{"model": "flux1-dev", "note": f"{note}: failed: {' / '.join(reason)[-400:]}", "num_gpus": num_gpus}]
+    reason = [line for line in done.stderr.splitlines() if "Error" in line][-1:] or ["no result"]
+    return rows or [{"model": "flux1-dev", "note": f"{note}: failed: {reason[0][-400:]}", "num_gpus": num_gpus}]
 
 
 def compare(rows: Iterable[Row]) -> None:
@@ -191,7 +194,7 @@ def compare(rows: Iterable[Row]) -> None:
             first = _reference(row, rows)
             pairs = list(zip(row["losses"], first["losses"], strict=False))
             row["off_by_loss"] = max(abs(mine - other) / abs(other) for mine, other in pairs)
-            row["equal"] = row["off_by_loss"] <= SAME_LOSS
+            row["within_tolerance"] = row["off_by_loss"] <= SAME_LOSS
 
 
 def _reference(row: Row, rows: Sequence[Row]) -> Row:
@@ -208,11 +211,12 @@ def _row(row: str, case: Case, num_gpus: int, found: Row | str) -> Row:
     return found
 
 
-def _write_data(case: Case, num_gpus: int, given: argparse.Namespace, folder: Path) -> None:
-    """Write a row's data in a process of its own, so that this one never holds a GPU."""
-    row = next(name for name, one in CASES.items() if one is case)
+def _write_data(row: str, num_gpus: int, given: argparse.Namespace, folder: Path) -> str | None:
+    """Write a row's data in a process of its own, so that this one never holds a GPU; return why it could not be done."""
     words = [row, str(folder), str(num_gpus), *(["--rehearse"] if given.rehearse else [])]
-    subprocess.run([sys.executable, str(WORKER.with_name("scaling_cases.py")), *words], env=_with_root(), check=True)
+    command = [sys.executable, str(WORKER.with_name("scaling_cases.py")), *words]
+    done = subprocess.run(command, env=_with_root(), capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
 def _with_root() -> dict[str, str]:

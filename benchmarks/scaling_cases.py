@@ -63,7 +63,7 @@ def resolved(case: Case, num_gpus: int, folder: Path, rehearses: bool, more: lis
     if case.side:
         words += [f"data.cache={folder / 'cache'}", "task.first_loss=off"]
     else:
-        words += [f"data.source=path:{folder / 'one.txt'}", "data.vocab_size=8192"]
+        words += [f"data.source=path:{folder / 'one.txt'}", "data.vocab_size=8192", "data.packing=false"]
         words += ["data.vocab_size=512", "data.max_slice=64"] if rehearses else [f"data.max_slice={SEQUENCE}"]
     if not rehearses:
         return resolve("fsdp8", case.model, [*words, *case.words, *more])

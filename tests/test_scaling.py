@@ -55,7 +55,7 @@ def test_rows_are_compared_with_those_on_fewer_gpus_and_with_plain_fsdp() -> Non
     scaling.compare(rows)
     assert [row.get("of_linear") for row in rows[:3]] == [None, 1.0, 0.9]
     assert rows[1]["ratio"] == 1.5 and "ratio" not in rows[2]
-    assert [row["equal"] for row in rows[3:]] == [True, True, False]
+    assert [row["within_tolerance"] for row in rows[3:]] == [True, True, False]
     told = scaling_conclusion([*rows, {"note": "a worker killed", "num_gpus": 8, "median_s": 41.2}])
     assert told.startswith("Of linear scaling are kept: `flux1-dev, 512 px` 90% from 2 to 8. Images a second")
     assert "1.50 times on 2" in told and "differ by 5.0e-01 at most" in told and told.endswith("next step: 41 s on 8.")
