@@ -1,7 +1,7 @@
 # Needs Python 3.11 or newer and nothing else; everything is installed into .venv. pip's own variables (PIP_CONSTRAINT, ...) apply.
 #   make train   trains a small model on real English on the CPU; more words of the configuration: make train ARGS='train.num_steps=50'
 #   make tune    a small grid of such trainings, two at a time; more words: make tune ARGS='--max-concurrent 1'
-#   make test    runs the tests
+#   make test    runs the tests, those that start a Ray one after the other behind the others; some: make test ARGS=tests/data
 #   make drill   kills parts of a training at random for the better part of an hour, and compares it with an undisturbed one
 #   make check   runs the linters, the type checker, the import rules, the checks of documents and deployment files
 
@@ -18,7 +18,8 @@ tune: .venv/installed
 	$(BIN)/python jobs/tune.py tune_spaces/tiny_grid.yaml --profile cpu --model lm-tiny $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not ray' --numprocesses=auto --dist=loadfile $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m ray $(ARGS) || [ $$? -eq 5 ]
 
 check: .venv/installed-dev
 	$(BIN)/ruff check

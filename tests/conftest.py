@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -5,6 +6,11 @@ import pytest
 import torch
 
 from fluxray.data.latent_facts import Family
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A process for each core; one where there is a GPU, whose memory tests count as a whole."""
+    return 0 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)), 8)
 
 
 @pytest.fixture(scope="module")
