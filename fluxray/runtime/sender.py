@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fluxray.errors import ConfigError, one_line
@@ -15,6 +16,9 @@ from fluxray.runtime import spool
 from fluxray.runtime.identity import DIR_TAG, FOLDER, RUN_TAG, Identity, masked, read_identity
 from fluxray.runtime.paths import CONFIG_FILE
 from fluxray.runtime.spool import Entry, Position, Record
+from fluxray.runtime.step_images import FOLDER as IMAGES
+from fluxray.runtime.step_images import TAG as IMAGES_TAG
+from fluxray.runtime.step_images import is_of_step, write_step_image
 
 CHUNK = {"metrics": 1000, "params": 100}
 """MLflow's own limits for one call of log_batch."""
@@ -176,10 +180,19 @@ class Sender:
                 self._client.log_text(self._run_id, masked(path.read_text(encoding="utf-8")), name)
             else:
                 self._client.log_artifact(self._run_id, str(path), name.rpartition("/")[0] or None)
+            if is_of_step(name):
+                self._show(path, name)
         except Exception as error:
             if _is_temporary(error):
                 raise
             self._notify(f"MLflow at {self._target.shown} cannot store {name} ({short(error)}): it stays in {path.parent}")
+
+    def _show(self, path: Path, name: str) -> None:
+        """Have a picture of a step among the metrics, too, with a slider for the step."""
+        with TemporaryDirectory() as folder:
+            write_step_image(path, name, Path(folder))
+            self._client.log_artifacts(self._run_id, folder, IMAGES)
+        self._client.set_tag(self._run_id, IMAGES_TAG, "true")
 
     def _attach(self) -> None:
         identity = read_identity(self._target.run_dir)

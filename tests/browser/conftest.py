@@ -83,8 +83,10 @@ def browse(
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
 
+    profiles = (tmp_path / f"profile-{number}" for number in itertools.count())
+
     def open_page(url: str, expression: str) -> tuple[Any, Image.Image]:
-        profile = tmp_path / "profile"
+        profile = next(profiles)
         with running([CHROMIUM, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]) as (process, log):
             port = wait_for(lambda: read_port(profile, process, log))
             value, png = asyncio.run(drive(port, url, expression))

@@ -1,6 +1,7 @@
 import errno
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from PIL import Image
 
 from fluxray.config.load import resolve, to_yaml
 from fluxray.errors import ConfigError
@@ -158,6 +160,26 @@ def test_a_file_of_the_run_becomes_an_artifact_as_often_as_it_is_published(run):
         path = client(target).download_artifacts(runs(target)[0].info.run_id, "plan.txt")
         assert Path(path).read_text() == text
     assert history(target, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_picture_of_a_step_is_where_the_pages_look_for_it_once(run):
+    target, _, run_dir = run
+    picture = run_dir / "samples" / "step_00000200.png"
+    picture.parent.mkdir()
+    Image.new("RGB", (2048, 512), "red").save(picture)
+    for _ in range(2):
+        sink = MetricWriter(target, lambda text: None)
+        sink.artifact("samples/step_00000200.png")
+        sink.close()
+        send(target)
+    found = runs(target)[0]
+    preview, whole = sorted(file.path for file in client(target).list_artifacts(found.info.run_id, "images"))
+    assert found.data.tags["mlflow.loggedImages"] == "true"
+    assert re.fullmatch(r"images/samples\+step\+200\+timestamp\+\d+\+[\w-]{36}\.png", whole)
+    assert preview == whole.removesuffix(".png") + "+compressed.webp"
+    assert Path(client(target).download_artifacts(found.info.run_id, whole)).read_bytes() == picture.read_bytes()
+    with Image.open(client(target).download_artifacts(found.info.run_id, preview)) as shown:
+        assert shown.size == (1024, 256)
 
 
 def test_the_machine_is_read_by_the_second_and_a_resume_goes_on(where):
