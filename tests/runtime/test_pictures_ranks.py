@@ -1,4 +1,4 @@
-"""Pictures on two ranks: equal forwards, equal averages, and a rank that fails takes the other along. One spawned group."""
+"""Pictures on two ranks: equal forwards, equal averages, and a rank that fails takes the other along. One group of processes."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from PIL import Image
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +25,7 @@ from fluxray.tasks.flow import squared_error
 from tests.engine.helpers import OPTIM
 from tests.flow_pictures import tiny_encoders
 from tests.models.flux_helpers import draw_for
+from tests.runtime.forked import fork
 from tests.sampling_helpers import RECIPE, Scene, scene
 
 CPU = torch.device("cpu")
@@ -39,7 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train, sample with every fault, and train on, on two ranks and on one."""
     folder = tmp_path_factory.mktemp("ranks")
     found = scene("flux1 dev", tiny_encoders("flux1", folder / "pipeline"))
-    mp.start_processes(_rank_main, (str(folder), found), WORLD, start_method="spawn")
+    ranks = [fork(_rank_main, rank, str(folder), found, preload=[__name__]) for rank in range(WORLD)]
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0] * WORLD
     return folder
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,10 +22,11 @@ from fluxray.data.latent_shards import write_cache
 from fluxray.errors import FluxrayError
 from fluxray.export import export_run
 from fluxray.protocols import Report
-from fluxray.runtime import checkpoints, ladder
+from fluxray.runtime import checkpoints, ladder, torchrun
 from fluxray.runtime.prepare import prepare, save_config
 from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 from tests.flow_pictures import pictures, tiny_encoders
+from tests.runtime.forked import fork
 from tests.runtime.test_worker import context, deterministic_metrics, run, saved_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -272,15 +273,28 @@ def test_the_ladder_goes_down_to_streaming(folders: dict[str, Path]) -> None:
     assert words.startswith("batch.micro_size=1 batch.accumulation_steps=4 activation_checkpoint=full engine.kind=stream")
 
 
+def _rank_of_torchrun(rank: int, port: int, words: list[str], said: Path) -> None:
+    """Run the worker as torchrun starts it; what rank 0 says goes into a file."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    if rank == 0:
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
+    sys.exit(torchrun.main(words))
+
+
 def test_two_ranks_learn_what_one_does(tmp_path: Path, folders: dict[str, Path], whole: Any) -> None:
     words = [f"data.cache={folders['flux1'] / 'cache'}", *BRIEF, "train.num_steps=3", "evaluation.max_rows=1"]
     words += ["resources.num_workers=2", "batch.accumulation_steps=1", "name=two", f"storage={tmp_path}"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "fluxray.runtime.worker"]
-    command += ["--profile", "cpu", "--model", "flux1-tiny", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    told = [float(loss) for loss in re.findall(r"step \d/3  loss (\S+)  \S+ images/s", done.stdout)]
+    words = ["--profile", "cpu", "--model", "flux1-tiny", *words]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [fork(_rank_of_torchrun, rank, port, words, tmp_path / "said") for rank in range(2)]
+    for process in ranks:
+        process.join(200)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    told = [float(loss) for loss in re.findall(r"step \d/3  loss (\S+)  \S+ images/s", (tmp_path / "said").read_text())]
     assert told == pytest.approx(losses(whole["flux1"][1])[:3], abs=6e-5)
     export_run(checkpoint.committed(tmp_path / "runs" / "two")[0].parent, tmp_path / "out", notify=lambda _: None)
     assert (tmp_path / "out" / "transformer" / "config.json").exists()
