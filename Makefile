@@ -1,5 +1,6 @@
 # Needs Python 3.11 or newer and nothing else; everything is installed into .venv. pip's own variables (PIP_CONSTRAINT, ...) apply.
 #   make train   trains a small model on real English on the CPU; more words of the configuration: make train ARGS='train.num_steps=50'
+#   make train-images  trains a VAE and then a tiny FLUX.2 on pictures that libraries ship, on the CPU, and draws what they make
 #   make tune    a small grid of such trainings, two at a time; more words: make tune ARGS='--max-concurrent 1'
 #   make test    runs the tests, those that start a Ray one after the other behind the others; some: make test ARGS=tests/data
 #   make drill   kills parts of a training at random for the better part of an hour, and compares it with an undisturbed one
@@ -9,10 +10,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: train tune test check drill clean
+.PHONY: train train-images tune test check drill clean
 
 train: .venv/installed
 	$(BIN)/python jobs/train.py --profile cpu --model lm-tiny $(ARGS)
+
+train-images: .venv/installed
+	$(BIN)/python jobs/train_images.py $(ARGS)
 
 tune: .venv/installed
 	$(BIN)/python jobs/tune.py tune_spaces/tiny_grid.yaml --profile cpu --model lm-tiny $(ARGS)

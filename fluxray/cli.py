@@ -71,6 +71,18 @@ def encode(overrides: Overrides = None, profile: Profile = None, model: Model = 
     print(encode_ahead(config, verbose=verbose).summary())
 
 
+@app.command("train-images", hidden=True)
+def train_images(overrides: Overrides = None) -> None:
+    """Do what `make train-images` does: train a small VAE and a tiny FLUX.2 on pictures that libraries bring along."""
+    from fluxray.runtime.stopping import interrupt_on_sigterm
+
+    interrupt_on_sigterm()
+    with quick_imports():
+        from fluxray.runtime.first_images import train_images as run
+
+    run(overrides or ())
+
+
 @app.command()
 def plan(overrides: Overrides = None, profile: Profile = None, model: Model = None) -> None:
     """Print what a run would take of device, host and disk and how fast it would be; exits with 2 if it does not fit."""

@@ -103,7 +103,7 @@ class TextEncoder:
 
     def __init__(self, facts: EncoderFacts, dtype: torch.dtype, device: torch.device) -> None:
         self.facts, self.device = facts, device
-        with _quiet():
+        with quiet():
             self.pipeline = _load_pipeline(facts, dtype)
         if facts.text_layers:
             _shorten(self.pipeline.text_encoder, max(facts.text_layers))
@@ -113,7 +113,7 @@ class TextEncoder:
     def embed(self, captions: Sequence[str]) -> Texts:
         """Return the embeddings of captions, on the device; text that is longer than the pipeline takes is cut."""
         keys: dict[str, Any] = {"max_sequence_length": self.facts.text_tokens, "device": self.device}
-        with _quiet():
+        with quiet():
             if self.facts.family == "flux1":
                 text, pooled, _ = self.pipeline.encode_prompt(list(captions), list(captions), **keys)
                 return Texts(text, pooled)
@@ -122,17 +122,17 @@ class TextEncoder:
 
     def num_cut(self, caption: str) -> int:
         """Return how many tokens of a caption are cut."""
-        with _quiet():
+        with quiet():
             return max(_num_tokens(self.pipeline, caption) - self.facts.text_tokens, 0)
 
 
 def token_counter(facts: EncoderFacts) -> Callable[[str], int]:
     """Return what counts the tokens of a caption, its template included, without the weights of any encoder."""
-    with _quiet():
+    with quiet():
         pipeline = _load_pipeline(facts, torch.float32, **dict.fromkeys(TEXT_ENCODERS[facts.family]))
 
     def count(caption: str) -> int:
-        with _quiet():
+        with quiet():
             return _num_tokens(pipeline, caption)
 
     return count
@@ -143,7 +143,7 @@ class VaeEncoder:
 
     def __init__(self, facts: EncoderFacts, dtype: torch.dtype, device: torch.device) -> None:
         self.facts, self.dtype, self.device = facts, dtype, device
-        with _quiet():
+        with quiet():
             self.vae = _load_vae(facts, dtype).to(device)
         shape = (1, -1, 1, 1)
         self._numbers = {name: torch.tensor(values, device=device).view(shape) for name, values in facts.statistics.items()}
@@ -169,7 +169,7 @@ def default_text_layers(pipeline_class: str) -> tuple[int, ...]:
     """Return the numbers of the hidden states that a pipeline's class of diffusers stacks; none for FLUX.1's."""
     import diffusers
 
-    with _quiet():
+    with quiet():
         parameters = inspect.signature(getattr(diffusers, pipeline_class).encode_prompt).parameters
     found = parameters.get("text_encoder_out_layers")
     return () if found is None else tuple(found.default)
@@ -299,7 +299,7 @@ def _shorten(model: Any, last: int) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence what diffusers and transformers say of cut captions and parts that are left out, and their bars of progress."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
