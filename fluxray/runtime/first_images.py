@@ -23,10 +23,11 @@ from fluxray.data.pictures import open_pictures
 from fluxray.data.prepared import prepare_picture
 from fluxray.data.shipped import CAPTIONS, write_shipped
 from fluxray.data.tokenizer import train_tokenizer
-from fluxray.errors import DataError
+from fluxray.errors import ConfigError, DataError
 from fluxray.models.encoders import quiet
 from fluxray.models.flux_facts import flux_facts, library_config
 from fluxray.models.small_encoders import TEXT_LAYERS, fit_statistics, small_pipeline, small_vae
+from fluxray.runtime import cluster
 from fluxray.runtime.encode import encode_ahead
 from fluxray.runtime.launch import FinishedRun, train
 from fluxray.runtime.paths import home
@@ -65,6 +66,7 @@ SETTINGS = {
 def train_images(words: Sequence[str] = (), vae_steps: int = VAE_STEPS, show: Callable[[str], Any] = print) -> FinishedRun:
     """Do all of it; `words` are keys of the configuration, `key=value`. Raises FluxrayError, FailedError, StoppedError."""
     config = configured(words)
+    cluster.check_machine(config.resources)
     folder = folder_of(config)
     photos, pipeline = folder / "photos", folder / "pipeline"
     if not photos.exists():
@@ -91,6 +93,8 @@ def configured(words: Sequence[str]) -> TrainConfig:
         "sample.pipeline": f"path:{folder / 'pipeline'}",
     }
     own = [f"{key}={json.dumps(value)}" for key, value in {**SETTINGS, **places}.items()]
+    if given := [word for word in words if word.startswith("data.source=")]:
+        raise ConfigError(f"{given[-1]}: these pictures are their own; drop it, or use `fluxray encode` and `fluxray train`")
     return resolve("cpu", MODEL, [*own, *words])
 
 

@@ -11,6 +11,7 @@ from fluxray import cli
 from fluxray.config.checks import check_available
 from fluxray.data.latents import LatentCache
 from fluxray.data.shipped import CAPTIONS
+from fluxray.errors import FluxrayError
 from fluxray.models.small_encoders import small_vae
 from fluxray.runtime import first_images
 from fluxray.runtime.encode import prepare
@@ -34,6 +35,19 @@ SMALL = [
     "hardware.tflops=1",
     "optim.warmup_steps=1",
 ]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("data.source=folder:/x", "data.source=folder:/x: these pictures are their own; drop it"),
+        ("resources.num_workers=1000", "resources."),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_made(tmp_path: Path, word: str, told: str) -> None:
+    with pytest.raises(FluxrayError) as raised:
+        first_images.train_images([f"storage={tmp_path}", word])
+    assert str(raised.value).startswith(told) and not (tmp_path / "train-images").exists()
 
 
 def test_pictures_encoders_cache_run_and_grid_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
