@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray.config.schema import OptimConfig
@@ -42,21 +41,6 @@ WIDE = EngineCase(
 )
 """Its matrices are large enough for 8-bit moments."""
 DROPPING = EngineCase(model_config("gpt_neox", hidden_dropout=0.2, attention_dropout=0.2), device=CUDA)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    torch.cuda.set_device(CUDA)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
-    yield DeviceMesh("cuda", torch.arange(1))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen3 tied"])

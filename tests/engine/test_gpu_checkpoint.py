@@ -1,7 +1,6 @@
 """Activation checkpointing on a GPU: copies on streams of their own, fused attention that draws random numbers, real memory."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,13 +42,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "selective": {"kept_operations": ((QKV, UP),) * LAYERS},
     "offload": {},
 }
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def checkpointed(case: EngineCase, kind: str, **more: Any) -> EngineCase:

@@ -2,13 +2,11 @@
 
 import gc
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fluxray import checkpoint
@@ -45,21 +43,6 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 NEOX = EngineCase(model_config("gpt_neox"), Techniques("fp32"), device=CUDA)
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-6, "amp-bf16": 2e-3, "amp-fp16": 1e-3, "mixed-bf16": 2e-3}
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    torch.cuda.set_device(CUDA)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
-    yield DeviceMesh("cuda", torch.arange(1))
-    dist.destroy_process_group()
 
 
 def offloaded(case: EngineCase) -> EngineCase:

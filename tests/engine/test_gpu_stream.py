@@ -1,7 +1,7 @@
 """The stream engine on a GPU: real streams, real page-locked memory, compiled blocks."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -36,13 +36,6 @@ DEEP = EngineCase(
 )
 SLEEP_CYCLES = 20_000_000
 """Some 10 ms."""
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class LateCudaTransfers(CudaTransfers):
