@@ -23,7 +23,7 @@ from fluxray.runtime.launch import Trial, carry_out
 from fluxray.runtime.outcome import FailedError, StoppedError
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.points import read_points
-from fluxray.runtime.prepare import prepare
+from fluxray.runtime.prepare import again, prepare
 from fluxray.runtime.sweep_table import Point
 from fluxray.runtime.sweeps import OUTCOMES, STOP_FILE, Outcome, Sweep, stop_step, write_outcome
 from fluxray.runtime.tune_search import result_of
@@ -110,7 +110,8 @@ def _train(folder: Path, number: int, run_dir: Path, carry: Callable[[], object]
     except StoppedError:
         return None
     except (FluxrayError, FailedError) as error:
-        return Outcome("failed", str(error) + _its_plan(run_dir, str(error)))
+        reason = str(error).removesuffix(f"; {again(run_dir)}")  # true of a run alone: a sweep does not repeat what has failed
+        return Outcome("failed", reason + _its_plan(run_dir, reason))
     except Exception as error:  # noqa: BLE001 - a fault of fluxray itself must not end the other trials either
         write_text(folder / OUTCOMES / f"{number:05}.txt", traceback.format_exc())
         return Outcome("failed", f"{type(error).__name__}: {error}; the whole story is in {OUTCOMES}/{number:05}.txt")

@@ -40,26 +40,33 @@ def fluxray(words: Sequence[str], cwd: Path, environment: dict[str, str], said: 
         process.join()
 
 
-def start(words: Sequence[str], cwd: Path, environment: dict[str, str], said: Path) -> ForkServerProcess:
-    """Start a command; what it says goes to files under `said`."""
+def start(
+    words: Sequence[str], cwd: Path, environment: dict[str, str], said: Path, before: Callable[[], None] | None = None
+) -> ForkServerProcess:
+    """Start a command, in its process after `before`; what it says goes to files under `said`."""
     said.mkdir()
-    return fork(_run, list(words), cwd, environment, said)
+    return fork(_run, list(words), cwd, environment, said, before)
 
 
 def fork(target: Callable[..., Any], *arguments: object, preload: Sequence[str] = ()) -> ForkServerProcess:
     """Start a process that runs `target`; the first call starts the one that it is forked from."""
-    CONTEXT.set_forkserver_preload([*LOADED, *preload])
-    of_ray = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
-    try:
-        forkserver.ensure_running()  # Ray reads RAY_AUTH_MODE once, at its import, and a Ray of this process has left its own
-    finally:
-        os.environ.update(of_ray)
+    load(preload)
     process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
 
 
-def _run(words: list[str], cwd: Path, environment: dict[str, str], said: Path) -> None:
+def load(more: Sequence[str] = ()) -> None:
+    """Start the process that others are forked from, if there is none yet; its imports take seconds, which nobody waits for here."""
+    CONTEXT.set_forkserver_preload([*LOADED, *more])
+    of_ray = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
+    try:
+        forkserver.ensure_running()  # Ray reads RAY_AUTH_MODE once, at its import, and a Ray of this process has left its own
+    finally:
+        os.environ.update(of_ray)
+
+
+def _run(words: list[str], cwd: Path, environment: dict[str, str], said: Path, before: Callable[[], None] | None) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
@@ -67,4 +74,6 @@ def _run(words: list[str], cwd: Path, environment: dict[str, str], said: Path) -
     os.environ.update(environment)
     from fluxray.cli import main
 
+    if before is not None:
+        before()
     main(words)

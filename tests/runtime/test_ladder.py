@@ -24,6 +24,7 @@ from fluxray.runtime.outcome import FailedError
 from fluxray.runtime.worker import run_evaluation, run_worker
 from tests.runtime import forked
 from tests.runtime.servers import free_port
+from tests.runtime.short import Short
 from tests.runtime.test_worker import SMALL, context, deterministic_metrics, run, saved_tensors, small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,39 +48,6 @@ def configured(*overrides: str) -> TrainConfig:
 
 def words(*overrides: str) -> list[str]:
     return [rung.words for rung in ladder.rungs(resolve("cpu", "lm-tiny", overrides))]
-
-
-class Short:
-    """An engine that has not the memory for each of `faults` (what, at which step), once; otherwise it is the other engine."""
-
-    def __init__(self, engine: Any, faults: list[tuple[str, int]]):
-        self._engine, self._faults, self._step = engine, faults, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def load_items(self, reader: checkpoint.CheckpointReader) -> Sequence[str]:
-        self._step = reader.state.step
-        return self._engine.load_items(reader)
-
-    def train_step(self, *arguments: Any) -> Any:
-        self._step += 1
-        output = self._engine.train_step(*arguments)  # the worst moment: everything has been changed
-        self._allocate("step")
-        return output
-
-    def eval_steps(self, *arguments: Any) -> Any:
-        self._allocate("evaluation")
-        return self._engine.eval_steps(*arguments)
-
-    def state_items(self) -> Any:
-        self._allocate("save")
-        return self._engine.state_items()
-
-    def _allocate(self, what: str) -> None:
-        if (what, self._step) in self._faults:
-            self._faults.remove((what, self._step))
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import pytest
 
 from fluxray.errors import ConfigError, NonFiniteLossError, PlanError
 from fluxray.runtime.outcome import FailedError, StoppedError
+from fluxray.runtime.prepare import again
 from fluxray.runtime.sweeps import Outcome, ask_to_stop, read_outcome, stop_step, write_outcome
 from fluxray.runtime.tune_trial import _judged, _train
 
@@ -30,6 +31,12 @@ def test_one_that_had_not_the_memory_names_its_plan(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.txt").write_text("device 46 GB")
     assert ended_by(tmp_path, error) == Outcome("failed", f"{error}; its plan: {tmp_path / 'run' / 'plan.txt'}")
+
+
+def test_what_the_same_command_would_do_is_said_of_a_run_alone(tmp_path):
+    error = FailedError(f"run r: worker 0 failed: lost; {again(tmp_path / 'run')}")
+    assert "begins anew" in str(error)
+    assert ended_by(tmp_path, error) == Outcome("failed", "run r: worker 0 failed: lost")
 
 
 def test_a_fault_of_ours_is_kept_whole_beside_it(tmp_path):
