@@ -57,7 +57,7 @@ def fork(target: Callable[..., Any], *arguments: object, preload: Sequence[str] 
 
 
 def load(more: Sequence[str] = ()) -> None:
-    """Start the process that others are forked from, if there is none yet; its imports take seconds, which nobody waits for here."""
+    """Start the process that others are forked from, if there is none yet; do not wait for its imports, which take seconds."""
     CONTEXT.set_forkserver_preload([*LOADED, *more])
     of_ray = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
     try:
