@@ -40,6 +40,11 @@ def resolve(profile: str | None = None, model: str | None = None, overrides: Ove
 
 def layers(profile: str | None, model: str | None, overrides: Overrides) -> list[tuple[str, Tree]]:
     """Return the layers over the schema's defaults, lowest first, each with what it is called."""
+    return with_implied(named_layers(profile, model, overrides))
+
+
+def named_layers(profile: str | None, model: str | None, overrides: Overrides) -> list[tuple[str, Tree]]:
+    """Return the layers that somebody has written, lowest first, each with what it is called."""
     found: list[tuple[str, Tree]] = []
     if model is not None:
         found.append((f"model {model}", _model_layer(model)))
@@ -47,8 +52,14 @@ def layers(profile: str | None, model: str | None, overrides: Overrides) -> list
         found.append((f"profile {profile}", _read_named("profiles", profile, "--profile")))
     if overrides:
         found.append(("override", _override_layer(overrides)))
-    implied = _implied_by_model_config([layer for _, layer in found])
-    return [("model.config", implied), *found] if implied else found
+    return found
+
+
+def with_implied(found: list[tuple[str, Tree]]) -> list[tuple[str, Tree]]:
+    """Return the layers above those that follow from their contents."""
+    trees = [layer for _, layer in found]
+    implied = (("model.config", _implied_by_model_config(trees)), ("engine.kind", _implied_by_engine(trees)))
+    return [*((name, layer) for name, layer in implied if layer), *found]
 
 
 def merge(low: Tree, high: Tree) -> Tree:
@@ -134,6 +145,15 @@ def _override_layer(overrides: Overrides) -> Tree:
         content = text.read_file(Path(value.removeprefix("path:")), f"model.config: {value}") if named else value
         tree = merge(tree, nested(dotted, content))
     return tree
+
+
+def _implied_by_engine(found: Sequence[Tree]) -> Tree:
+    """A streamed model computes its blocks again in backward; any layer's `activation_checkpoint` outranks it."""
+    tree: Tree = {}
+    for layer in found:
+        tree = merge(tree, layer)
+    engine = tree.get("engine")
+    return {"activation_checkpoint": "full"} if isinstance(engine, dict) and engine.get("kind") == "stream" else {}
 
 
 def _implied_by_model_config(found: Sequence[Tree]) -> Tree:

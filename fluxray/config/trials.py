@@ -8,11 +8,11 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from fluxray.config.keys import leaf_items, nested
-from fluxray.config.load import build, flatten, layers, merge
+from fluxray.config.load import build, flatten, merge, named_layers, with_implied
 from fluxray.config.schema import TrainConfig
 from fluxray.config.space import LISTED, Domain, Space, order
 from fluxray.config.text import Tree
@@ -44,7 +44,8 @@ class Plan(NamedTuple):
 def base_tree(space: Space, profile: str | None, model: str | None, words: Iterable[str]) -> Tree:
     """Return what trials have in common, as a tree of the keys that are set. Raises ConfigError."""
     given = list(words)
-    found = [*layers(profile, model, ()), *layers(None, None, dict(space.fixed)), *layers(None, None, given)]
+    layers = [named_layers(profile, model, ()), named_layers(None, None, dict(space.fixed)), named_layers(None, None, given)]
+    found = with_implied(list(chain.from_iterable(layers)))
     for _, layer in found[-1:] if given else ():
         both = [key for key, _ in leaf_items(layer) if key in space.keys]
         if both:

@@ -225,6 +225,8 @@ class StreamEngine:
         self._outside_gradients.watch(outside)
         if precision == "mixed-bf16":
             cast_buffers(self._stack.model)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # of values in fp32, which training has no use for
 
     def _begin(self, micro_batches: Sequence[Batch], lr: float) -> Pass:
         key = micro_batches[0].key

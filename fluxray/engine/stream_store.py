@@ -17,6 +17,9 @@ from fluxray.optim.restore import restore
 from fluxray.optim.states import AVERAGE, StateFormat, state_format
 from fluxray.protocols import BlockStack, StateItem, StateReader
 
+PIECE = 2**24
+"""Elements that get their first values at once: what rounding them takes besides stays small."""
+
 
 @dataclass(frozen=True)
 class StreamSettings:
@@ -82,12 +85,16 @@ class Unit:
         """Take first values (fp32), rounded to nearest, with zero moments, into `memory`, which is zero."""
         self.parameters = dict(parameters)
         for name, fmt, sections in self.layout.sections(*self.memory):
-            weight, correction = split(parameters[name].detach(), fmt, None)
-            sections["weights"].copy_(weight)
-            if correction is not None:
-                sections["correction"].copy_(correction)
-            if AVERAGE in sections:
-                sections[AVERAGE].copy_(parameters[name])
+            whole = parameters[name].detach().flatten()
+            into = {section: tensor.view(-1) for section, tensor in sections.items()}
+            for start in range(0, whole.numel(), PIECE):
+                piece = slice(start, start + PIECE)
+                weight, correction = split(whole[piece], fmt, None)
+                into["weights"][piece].copy_(weight)
+                if correction is not None:
+                    into["correction"][piece].copy_(correction)
+                if AVERAGE in sections:
+                    into[AVERAGE][piece].copy_(whole[piece])
 
     def bind(self, weights: Tensor) -> None:
         """Let the model's parameters be views of `weights` (uint8, on the device)."""

@@ -83,8 +83,8 @@ class _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._model, self._state, self._above, self._stack
-        gc.collect()  # wrapped forwards are cycles
+        del self._model, self._state, self._above, self._stack, self._modelled
+        gc.collect()  # wrapped forwards are cycles, and what they hold would stay on the device for the whole run
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

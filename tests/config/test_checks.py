@@ -112,7 +112,7 @@ CONTRADICTIONS = {
     ("engine.kind=stream", "resources.num_workers=2"): (
         "resources.num_workers: 2, but engine.kind stream uses one GPU; set 1, or engine.kind=sharded"
     ),
-    ("engine.kind=stream",): (
+    ("engine.kind=stream", "activation_checkpoint=none"): (
         "activation_checkpoint: 'none', but engine.kind stream computes each block again in backward; set "
         "activation_checkpoint=full (engine.kept_blocks says how many keep their activations)"
     ),

@@ -32,6 +32,16 @@ def test_a_preset_outranks_defaults_a_profile_outranks_both_and_overrides_outran
     assert resolve("fsdp8", "lm-tiny", ["resources.num_workers=2", "activation_checkpoint=full"]).resources.num_workers == 2
 
 
+def test_what_streams_computes_its_blocks_again_unless_a_layer_says_otherwise():
+    assert resolve("a6000", "lm-tiny").activation_checkpoint == "full"
+    assert resolve("a6000", "flux1-dev").activation_checkpoint == "selective"
+    assert resolve("a6000", "lm-tiny", ["engine.kind=sharded"]).activation_checkpoint == "none"
+    assert resolve("cpu", "lm-tiny", ["engine.kind=stream"]).activation_checkpoint == "full"
+    spared = "model.config.use_gradient_checkpointing=false"
+    assert resolve("a6000", "flux2-seed", [spared]).activation_checkpoint == "full"
+    assert origins("a6000", "lm-tiny", ())["activation_checkpoint"] == "engine.kind"
+
+
 def test_a_profile_outranks_a_preset():
     found = layers("cpu", "lm-tiny", ["seed=1"])
     assert [name for name, _ in found] == ["model lm-tiny", "profile cpu", "override"]

@@ -1,3 +1,5 @@
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +15,17 @@ from fluxray.memory.speed import BLOCK_SHARE
 from fluxray.metrics import count_forward_flops
 from fluxray.models.flux_facts import flux_facts
 from fluxray.models.flux_stack import build_flux
-from fluxray.runtime import planning
+from fluxray.runtime import blockprobe, planning
 from fluxray.runtime.blockprobe import probe_blocks
 from fluxray.runtime.images import Size
 from fluxray.runtime.learn_images import META, flops_of_images
 from fluxray.runtime.stacks import images
 from tests.flow_caches import random_cache
 from tests.memory.helpers import planned
+
+
+SCRATCH = 2**23
+"""What CUDA's reductions take of the device besides: here the bias's gradient, summed by several thread blocks an output."""
 
 
 def run(*words):
@@ -235,7 +241,8 @@ def test_a_block_is_measured_where_the_matrix_rate_is_open():
     assert 0 < found.hardware.block_share < 1 and found.hardware.block_share != BLOCK_SHARE
     assert found.hardware.sources["blocks"].endswith(" TFLOPS, measured")
     (was,), (now,) = (one.demand.spec.kinds.values() for one in (counted, found))
-    assert now.kept(8) == pytest.approx(was.kept(8), rel=0.1) and now.peak(8) == pytest.approx(was.peak(8), rel=0.25)
+    assert now.kept(8) == pytest.approx(was.kept(8), rel=0.1)
+    assert 0.75 * was.peak(8) < now.peak(8) < 1.25 * was.peak(8) + SCRATCH
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -245,6 +252,25 @@ def test_a_block_computes_as_in_training_and_is_timed(dropout):
     rate, spec = probe_blocks(config, planning.model_spec(config), torch.device("cpu"))
     assert 1e8 < rate < 1e13
     assert spec == planning.model_spec(config)  # bytes are measured on a GPU only
+
+
+def test_nothing_of_a_probed_block_stays(monkeypatch):
+    config = resolve("a6000", "lm-tiny", ["compile=false", "model.config.num_hidden_layers=2"])
+    spec, built, built_by = planning.model_spec(config), [], blockprobe.model_of
+
+    def model_of(*given):
+        found = built_by(*given)
+        found.stack.model.itself = [found.stack.model]  # a cycle, as compiled forwards are
+        built.append(weakref.ref(found.stack.model))
+        return found
+
+    monkeypatch.setattr(blockprobe, "model_of", model_of)
+    gc.disable()
+    try:
+        probe_blocks(config, spec, torch.device("cpu"))
+        assert [model() for model in built] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_kernel_that_cannot_serve_the_run_is_refused(capsys):
