@@ -154,10 +154,18 @@ def measure(row: str, num_steps: int, more: list[str]) -> dict[str, Any]:
         "step_s": round(seconds, 3), "slowest_step_s": round(max(lasted), 3), "planned_step_s": round(plan.speed.seconds, 3),
         "planned_device_gb": round(plan.device_bytes / 1e9, 1), "planned_host_gib": round(plan.host_bytes / 2**30, 1),
         "parameters": plan.demand.spec.num_parameters, "hardware": dict(plan.hardware.sources),
-        "model_tflops": round(tflops, 3), "first_step_s": round(ends[0] - began, 1),
+        "model_tflops": round(tflops, 3), "first_step_s": round(ends[0] - began, 1), "compile_s": round(_compile_s(), 1),
         "host_gib": round(psutil.Process().memory_info().rss / 2**30, 1), "losses": [round(loss, 4) for loss in outputs],
     }  # fmt: skip
     return found | (_on_the_card(case, tflops) if torch.cuda.is_available() else {})
+
+
+def _compile_s() -> float:
+    """Return how long this process has compiled, forwards and backwards, as torch has timed it."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    named = ("_compile.compile_inner", "backward._backward_impl")
+    return sum(sum(compilation_time_metrics.get(name, ())) for name in named)
 
 
 def _on_the_card(case: Case, tflops: float) -> dict[str, float]:

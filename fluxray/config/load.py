@@ -153,7 +153,8 @@ def _implied_by_engine(found: Sequence[Tree]) -> Tree:
     for layer in found:
         tree = merge(tree, layer)
     engine = tree.get("engine")
-    return {"activation_checkpoint": "full"} if isinstance(engine, dict) and engine.get("kind") == "stream" else {}
+    kind = cast(Tree, engine).get("kind") if isinstance(engine, dict) else None
+    return {"activation_checkpoint": "full"} if kind == "stream" else {}
 
 
 def _implied_by_model_config(found: Sequence[Tree]) -> Tree:

@@ -38,10 +38,12 @@ def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device, kno
         flops += len(of_kind) * bench.rows * (kind.forward_flops + kind.backward_flops + again)
         seconds += len(of_kind) * each
         if device.type == "cuda":
-            with _Bench(config, known, index, len(spec.blocks) - 1, device) as bench:
-                _, peak_of_kept, kept = bench.measure()
-            held = BlockMemory(kept, max(peak, peak_of_kept))
-            kinds[name] = replace(kind, memory={0: BlockMemory(0, 0), bench.rows: held})
+            kept = kind.kept(bench.rows)
+            if name == spec.blocks[-1].kind:  # these blocks keep everything; others do where memory abounds, and a count will do
+                with _Bench(config, known, index, len(spec.blocks) - 1, device) as bench:
+                    _, peak_of_kept, kept = bench.measure()
+                peak = max(peak, peak_of_kept)
+            kinds[name] = replace(kind, memory={0: BlockMemory(0, 0), bench.rows: BlockMemory(kept, peak)})
     return flops / seconds, replace(spec, kinds=kinds)
 
 

@@ -23,7 +23,6 @@ from fluxray.runtime.stacks import images
 from tests.flow_caches import random_cache
 from tests.memory.helpers import planned
 
-
 SCRATCH = 2**23
 """What CUDA's reductions take of the device besides: here the bias's gradient, summed by several thread blocks an output."""
 
