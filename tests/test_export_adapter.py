@@ -108,13 +108,31 @@ def loaded_without(weights: Path) -> Any:
     return diffusers.DiffusionPipeline.from_pretrained(weights).transformer.eval()
 
 
-def test_random_bases_are_drawn_again_to_be_merged(tmp_path: Path) -> None:
-    model = ModelConfig(config=CASES["flux1"])
-    stack = build_flux(model, 11, adapter=LORA)
-    run_dir = run_of(stack, model, tmp_path / "run")
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_random_bases_are_drawn_again_to_be_merged(base: str, tmp_path: Path) -> None:
+    model, adapter = ModelConfig(config=CASES["flux1"]), LORA.model_copy(update={"base": base})
+    stack = build_flux(model, 11, adapter=adapter)
+    run_dir = run_of(stack, model, tmp_path / "run", adapter)
     merged = export_run(run_dir, tmp_path / "merged", merge=True, notify=quiet)
     whole = diffusers.FluxTransformer2DModel.from_pretrained(merged / "transformer").eval()
     assert close(output(whole), output(stack.model.eval()))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_base_of_4_bits_is_merged_as_it_was_trained_on_and_its_adapters_fit_the_published_one(
+    case: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = ModelConfig(config={"_class_name": CASES[case]["_class_name"]}, weights=f"path:{folders[case]}")
+    adapter = LORA.model_copy(update={"base": "nf4"})
+    stack = build_flux(model, 1, adapter=adapter)
+    run_dir = run_of(stack, model, tmp_path / "run", adapter)
+    assert stack.base.keys() == {"weights", "kept"}
+    expected = output(stack.model.eval())
+    merged = export_run(run_dir, tmp_path / "merged", merge=True, notify=quiet)
+    assert close(output(diffusers.DiffusionPipeline.from_pretrained(merged).transformer.eval()), expected)
+    out = export_run(run_dir, tmp_path / "out", notify=quiet)
+    found = output(loaded(out, folders[case]))
+    assert close(found, expected, 0.2) and not close(found, expected)  # the base differs in what 4 bits round off
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -24,6 +24,10 @@ class LoraConfig(Section):
         description="ends of the names of linear layers in the blocks, such as to_q or ff.net.2; default: those of attention",
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="share of an adapter's inputs that are dropped in training")
+    base: Literal["full", "nf4"] = Field(
+        default="full",
+        description="how the blocks' frozen linear layers are kept: as the model computes, or in 4 bits, nf4 of bitsandbytes",
+    )
 
 
 AdapterConfig = NoAdapterConfig | LoraConfig

@@ -193,9 +193,9 @@ def abandon_forward(stack: nn.Module) -> None:
 
 
 def cast_frozen(module: nn.Module) -> None:
-    """Cast frozen parameters to bf16: they have no masters."""
+    """Cast frozen parameters to bf16: they have no masters. Bytes, which are codes, stay."""
     for parameter in module.parameters():
-        if not parameter.requires_grad and parameter.dtype != torch.bfloat16:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.detach().to(torch.bfloat16)
 
 

@@ -31,13 +31,14 @@ def check_base(base: Mapping[str, str], reader: StateReader) -> None:
     saved = base_in(reader)
     if base and saved and dict(saved) != dict(base):
         raise CheckpointError(
-            f"model: the checkpoint's adapters are of {_shown(saved)}, the model is of {_shown(base)}; set model.weights and "
-            f"seed as they were"
+            f"model: the checkpoint's adapters are of {_shown(saved)}, the model is of {_shown(base)}; set "
+            f"model.weights, seed and adapter.base as they were"
         )
 
 
 def _shown(base: Mapping[str, str]) -> str:
-    return f"weights with the hash {base['weights']}" if "weights" in base else f"random weights of seed {base['seed']}"
+    told = f"weights with the hash {base['weights']}" if "weights" in base else f"random weights of seed {base['seed']}"
+    return f"{told} in {base['kept']}" if "kept" in base else told
 
 
 def check_same_model(shapes: Mapping[str, Sequence[int]], reader: StateReader) -> None:

@@ -82,7 +82,9 @@ class Layout:
         self.trained_weight_bytes = sum(run.format.weight_section(run.numel).num_bytes for run in trained)
         self.state_bytes = sum(section.num_bytes for run in trained for section in run.format.state_sections(run.numel))
         self.num_gradients = sum(run.numel for run in trained)
-        self.num_frozen = sum(run.numel for run in self.runs) - self.num_gradients
+        frozen = [run for run in self.runs if not run.format.trained]
+        self.num_frozen = sum(run.numel for run in frozen if run.format.weight.is_floating_point)
+        self.num_codes = sum(run.numel for run in frozen if not run.format.weight.is_floating_point)
 
     def weight_views(self, weights: Tensor) -> dict[str, Tensor]:
         """Return every parameter's weight by name as a view of the block's weight bytes (uint8)."""

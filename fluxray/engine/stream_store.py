@@ -70,7 +70,7 @@ class Unit:
         self.prefix = prefix
         self.layout = Layout(
             {
-                name: (tuple(p.shape), state_format(p.shape, eight_bit, master, weight, p.requires_grad, average))
+                name: (tuple(p.shape), state_format(p.shape, eight_bit, master, _dtype(p, weight), p.requires_grad, average))
                 for name, p in parameters.items()
             }
         )
@@ -82,9 +82,12 @@ class Unit:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take first values (fp32), rounded to nearest, with zero moments, into `memory`, which is zero."""
+        """Take first values (fp32, or bytes), rounded to nearest, with zero moments, into `memory`, which is zero."""
         self.parameters = dict(parameters)
         for name, fmt, sections in self.layout.sections(*self.memory):
+            if not fmt.weight.is_floating_point:
+                sections["weights"].copy_(parameters[name])
+                continue
             whole = parameters[name].detach().flatten()
             into = {section: tensor.view(-1) for section, tensor in sections.items()}
             for start in range(0, whole.numel(), PIECE):
@@ -209,6 +212,10 @@ class BlockStore:
     def _sizes(self, unit: Unit) -> list[int]:
         held_back = 0 if self.gradient_dtype is None else unit.layout.num_gradients * self.gradient_dtype.itemsize
         return [unit.layout.weight_bytes, unit.layout.state_bytes, held_back]
+
+
+def _dtype(parameter: nn.Parameter, weight: torch.dtype) -> torch.dtype:
+    return weight if parameter.is_floating_point() else parameter.dtype
 
 
 def split_parameters(stack: BlockStack) -> tuple[list[dict[str, nn.Parameter]], dict[str, nn.Parameter]]:

@@ -16,7 +16,7 @@ from fluxray.config.schema import ModelConfig
 from fluxray.engine.state import BASE, IDENTITY, base_in, check_base, check_same_model
 from fluxray.errors import CheckpointError
 from fluxray.export.files import Kept
-from fluxray.models import lora
+from fluxray.models import lora, quantised
 from fluxray.models.causal_lm import CausalLMStack, meta_model
 from fluxray.models.flux import meta_transformer
 from fluxray.models.flux_stack import FluxStack
@@ -98,20 +98,27 @@ def merged(adapters: Adapters) -> Kept:
 
 
 class MergedReader:
-    """A whole model, its base read or drawn anew one tensor at a time (see `protocols.StateReader`)."""
+    """A whole model, its base read or drawn anew one tensor at a time (see `protocols.StateReader`).
+
+    A base that was kept in 4 bits is what these stand for: that is what the adapters were trained on.
+    """
 
     def __init__(self, adapters: Adapters):
         self._adapters = adapters
         self._kept = adapters.kept._replace(dtype=torch.float32)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in adapters.stack.model.named_parameters()}
         self._adapted = set(adapters.paths)
+        self._rounded: set[str] = set()
+        if adapters.config.base == "nf4":
+            quantised.require_library()
+            self._rounded |= set(quantised.layer_paths(adapters.stack.model, [block.name for block in adapters.stack.blocks]))
         self._scale = adapters.config.alpha / adapters.config.rank
         if adapters.weights is None:
             self._read = adapters.stack.first_value
         else:
             weights = PretrainedWeights(adapters.weights)
             self._read = weights.reader(adapters.stack.model)
-            check_base({"weights": weights.identity() or ""}, self._kept.reader)
+            check_base(lora.base_of(weights, 0, adapters.config.base), self._kept.reader)
 
     def names(self) -> list[str]:
         """Return the names of the parameters, tied ones once."""
@@ -132,6 +139,8 @@ class MergedReader:
         self.shape(section, name)
         whole = self._read(name).detach().to(torch.float32, copy=True)
         path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and path in self._rounded:
+            whole = quantised.rounded(whole)
         if leaf == "weight" and path in self._adapted:
             a, b = (self._kept.weight(_name(path, part)) for part in ("lora_A", "lora_B"))
             whole += self._scale * (b @ a)

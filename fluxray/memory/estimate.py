@@ -40,7 +40,7 @@ class UnitBytes:
 
     `weights` in the dtype that the model computes with, `states` what only the step needs (rest of the masters, moments),
     `trained_weights` the part of the weights that is written back, `num_gradients` elements of the gradient, `num_frozen` those
-    of weights that have none.
+    of weights that have none. `codes` are bytes of the weights that are no numbers.
     """
 
     weights: int
@@ -48,10 +48,11 @@ class UnitBytes:
     trained_weights: int
     num_gradients: int
     num_frozen: int = 0
+    codes: int = 0
 
     @property
     def num_weights(self) -> int:
-        """Elements of all weights."""
+        """Elements of all weights that are numbers."""
         return self.num_gradients + self.num_frozen
 
     @property

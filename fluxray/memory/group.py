@@ -15,12 +15,15 @@ def gathered(demand: "Demand") -> int:
     What is outside stays gathered, and so do the blocks of a segment that is computed again, or all. Of a block whose shards come
     from the host, these are there besides, as they come and as they are gathered.
     """
-    num_blocks, largest = len(demand.blocks), max(unit.num_weights for unit in demand.blocks)
+    num_blocks, sizes = len(demand.blocks), [demand.itemsize * unit.num_weights + unit.codes for unit in demand.blocks]
     at_once = max(2, len(segments(num_blocks)[-1])) if demand.activation_checkpoint == "sqrt" else 2
-    blocks = sum(unit.num_weights for unit in demand.blocks) if demand.stays_gathered else largest * min(at_once, num_blocks)
+    blocks = sum(sizes) if demand.stays_gathered else max(sizes) * min(at_once, num_blocks)
     gradient = max(unit.num_gradients for unit in demand.blocks) * 2 * 4
-    coming = max(largest, demand.outside.num_weights) * (4 + demand.itemsize) // demand.num_ranks if demand.cpu_offload else 0
-    return demand.itemsize * (blocks + demand.outside.num_weights) + gradient + coming
+    coming = 0
+    if demand.cpu_offload:
+        units = (*demand.blocks, demand.outside)
+        coming = max(unit.num_weights * (4 + demand.itemsize) + 2 * unit.codes for unit in units) // demand.num_ranks
+    return blocks + demand.itemsize * demand.outside.num_weights + gradient + coming
 
 
 def offloaded(demand: "Demand", states: int) -> Mapping[str, int]:
@@ -34,7 +37,8 @@ def offloaded(demand: "Demand", states: int) -> Mapping[str, int]:
     shards = {p: -(-p.shape[0] // ranks) * (p.numel // p.shape[0]) if p.numel else 0 for p in set(parameters)}
     trained = [p for p in parameters if p.trained]
     another = max((shards[p] for p in trained), default=0) if demand.num_micro_batches > 1 else 0
-    weight_bytes = [shards[p] * (4 if p.trained else demand.itemsize) for p in parameters]
+    frozen = {False: demand.itemsize, True: 1}
+    weight_bytes = [shards[p] * (4 if p.trained else frozen[p.stands_for is not None]) for p in parameters]
     return {
         "weights": ranks * sum(map(page_locked, weight_bytes)),
         "gradients": ranks * (sum(page_locked(4 * shards[p]) for p in trained) + 4 * another),

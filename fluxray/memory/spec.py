@@ -25,16 +25,25 @@ NUM_ROWS = (1, 2, 4, 16)
 
 
 class ParameterSpec(NamedTuple):
-    """One parameter: its name in the block, or in the model if it is outside the blocks."""
+    """One parameter: its name in the block, or in the model if it is outside the blocks.
+
+    `stands_for` is the number of the model's parameters that bytes are codes of; None where it is made of numbers.
+    """
 
     name: str
     shape: tuple[int, ...]
     trained: bool
+    stands_for: int | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of the model's parameters."""
+        return self.numel if self.stands_for is None else self.stands_for
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,8 @@ class BlockSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all its parameters."""
-        return sum(parameter.numel for parameter in self.parameters)
+        """Number of elements of all its parameters, whatever they are kept in."""
+        return sum(parameter.num_parameters for parameter in self.parameters)
 
 
 @dataclass(frozen=True)
@@ -220,7 +229,18 @@ def _kinds(modules: Sequence[nn.Module]) -> list[str]:
 
 
 def _parameters(module: nn.Module) -> tuple[ParameterSpec, ...]:
-    return tuple(ParameterSpec(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
+    return tuple(
+        ParameterSpec(name, tuple(p.shape), p.requires_grad, None if p.is_floating_point() else _stands_for(module, name))
+        for name, p in module.named_parameters()
+    )
+
+
+def _stands_for(module: nn.Module, name: str) -> int:
+    """Return how many weights of a frozen linear layer an array of bytes holds the codes of; 0 for what scales them."""
+    path, _, leaf = name.rpartition(".")
+    layer = module.get_submodule(path)
+    assert isinstance(layer, nn.Linear)
+    return layer.in_features * layer.out_features if leaf == "weight" else 0
 
 
 def _tied(model: nn.Module) -> tuple[str, ...]:

@@ -91,7 +91,8 @@ def _passes(demand: Demand, policy: Policy) -> Iterator[_Pass]:
         waiting = rows * block.carry_bytes if demand.activation_checkpoint == "offload" and index < len(demand.blocks) - 1 else 0
         if demand.cpu_offload:
             shard, gradient = (
-                4 * demand.num_micro_batches * n // demand.num_ranks for n in (unit.num_weights, unit.num_gradients)
+                demand.num_micro_batches * n // demand.num_ranks
+                for n in (4 * unit.num_weights + unit.codes, 4 * unit.num_gradients)
             )
             yield _Pass(flops, shard, waiting, 0)
             yield _Pass(backward, waiting + (0 if demand.stays_gathered else shard), gradient, 0)

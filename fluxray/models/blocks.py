@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from fluxray.models import lora
+from fluxray.models import lora, quantised
 from fluxray.seeding import derive_seed
 
 
@@ -49,4 +49,5 @@ def materialise(
             module.to_empty(device=device, recurse=False)
             torch.manual_seed(derive_seed(seed, "init", lora.library_path(path)))
             if not lora.initialise(path, module):
-                initialise(module)
+                with quantised.opened(module) as whole:
+                    initialise(whole)

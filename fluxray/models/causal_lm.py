@@ -238,7 +238,7 @@ class CausalLMStack(BlockStack):
         if self._weights is not None:
             self._weights.copy_into(self.model, paths)
         if block is None and self.adapts:
-            self.base = lora.base_of(self._weights, self._seed)
+            self.base = lora.base_of(self._weights, self._seed, lora.kept_of(self.model))
 
 
 def _published_config(reference: str) -> PretrainedConfig:

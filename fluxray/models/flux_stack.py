@@ -166,7 +166,7 @@ class FluxStack(BlockStack):
         if self._weights is not None:
             self._weights.copy_into(self.model, paths)
         if block is None and self.adapts:
-            self.base = lora.base_of(self._weights, self._seed)
+            self.base = lora.base_of(self._weights, self._seed, lora.kept_of(self.model))
 
     def _position_ids(self, batch: FlowBatch) -> Tensor:
         """Return the ids [L + T, axes] that the families' pipelines make: row and column of an image token; in FLUX.2 the place

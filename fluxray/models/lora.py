@@ -15,6 +15,7 @@ from torch import nn
 
 from fluxray.config.adapter import AdapterConfig, LoraConfig
 from fluxray.errors import ConfigError
+from fluxray.models import quantised
 
 NAME = "default"
 """peft's own name of an adapter that is not called otherwise."""
@@ -30,8 +31,12 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, blocks: Sequence[str])
     if not isinstance(adapter, LoraConfig):
         return
     paths = target_paths(model, adapter.targets, blocks)
+    kept = quantised.layer_paths(model, blocks)
     model.requires_grad_(False)
     _peft().inject_adapter_in_model(peft_config(adapter, paths), model, NAME, low_cpu_mem_usage=True)
+    if adapter.base == "nf4":
+        quantised.require_library()
+        quantised.quantise_layers(model, [f"{path}{BASE}" if path in paths else path for path in kept])
     model.train()
 
 
@@ -67,15 +72,21 @@ class Base(Protocol):
         ...
 
 
-def base_of(weights: Base | None, seed: int) -> dict[str, str]:
+def base_of(weights: Base | None, seed: int, kept: str) -> dict[str, str]:
     """Return what tells the parameters beside the adapters: a hash of published ones, or the seed of random ones.
 
-    It is empty on ranks that have not read the published ones.
+    `kept` is `adapter.base`: what is not full is told, too. It is empty on ranks that have not read the published ones.
     """
+    told = {} if kept == "full" else {"kept": kept}
     if weights is None:
-        return {"seed": str(seed)}
+        return {"seed": str(seed), **told}
     identity = weights.identity()
-    return {} if identity is None else {"weights": identity}
+    return {} if identity is None else {"weights": identity, **told}
+
+
+def kept_of(model: nn.Module) -> str:
+    """Return the `adapter.base` that an adapted model has."""
+    return quantised.KIND if quantised.is_quantised(model) else "full"
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from fluxray.errors import ConfigError, one_line
-from fluxray.models import lora
+from fluxray.models import lora, quantised
 from fluxray.models.fused import FusedLinear, library_tensors
 from fluxray.models.names import names_in_memory
 from fluxray.models.pipeline import flux_tensors
@@ -83,8 +83,8 @@ class PretrainedWeights:
         if self._read is None:
             self._read = self._open_on_rank_0(model, distributed, is_source)
         for path in paths:
-            for name, target in _own_tensors(path, model.get_submodule(path)).items():
-                with torch.no_grad():
+            with quantised.opened(model.get_submodule(path)) as module, torch.no_grad():
+                for name, target in _own_tensors(path, module).items():
                     if is_source:
                         target.copy_(self._read(name))
                     if distributed:
@@ -179,6 +179,8 @@ def _own_tensors(path: str, module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers that a module holds itself, by their names in the library's model."""
     if isinstance(module, FusedLinear):
         return library_tensors(path, module)
+    if isinstance(module, quantised.Nf4Linear):
+        module = module.whole()
     if lora.layer_of(path) is not None:
         return {}
     path = lora.library_path(path)

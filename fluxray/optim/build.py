@@ -32,8 +32,9 @@ def build_adamw(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> 
 
     Weight decay is decoupled and is not applied to 1-D parameters: gains and biases are no measure of complexity.
     """
-    decayed = [p for p in parameters.values() if p.ndim > 1]
-    others = [p for p in parameters.values() if p.ndim <= 1]
+    numbers = [p for p in parameters.values() if p.is_floating_point()]  # fused=True refuses codes, frozen or not
+    decayed = [p for p in numbers if p.ndim > 1]
+    others = [p for p in numbers if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -45,10 +45,10 @@ class Section(NamedTuple):
 class StateFormat:
     """How one parameter is kept.
 
-    `weight` is the dtype that the model computes with, `correction` that of the rest of the master weight (None: nothing is
-    kept, and the weight is rounded stochastically), `quantised` tells 8-bit moments from fp32 ones, `decays` whether weight decay
-    applies, `trained` is False for a frozen parameter, which has its weight alone. `average` is the dtype of the moving average
-    of the master weight, None where none is kept.
+    `weight` is the dtype that the model computes with (of frozen codes: their own), `correction` that of the rest of the master
+    weight (None: nothing is kept, and the weight is rounded stochastically), `quantised` tells 8-bit moments from fp32 ones,
+    `decays` whether weight decay applies, `trained` is False for a frozen parameter, which has its weight alone. `average` is the
+    dtype of the moving average of the master weight, None where none is kept.
     """
 
     weight: torch.dtype

@@ -71,7 +71,7 @@ class _Bench:
         for part, module in ((block, block.module), (None, stack.model)):
             stack.materialise(device, part)
             nn.Module.to(module, dtype)
-        for parameter in block.module.parameters():
+        for parameter in (p for p in block.module.parameters() if p.requires_grad):
             parameter.register_post_accumulate_grad_hook(_free_gradient)
         self._model = Computation(stack, lambda *_: None, device, config.precision, 1)  # type: ignore[arg-type]
         with torch.enable_grad():

@@ -92,6 +92,9 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
             f"{'adapter':<18}lora of rank {config.adapter.rank}: {spec.num_trained:,} parameters ({share:.2%}) are trained: they "
             f"alone have gradients, optimizer states and a place in checkpoints"
         )
+        if config.adapter.base != "full":
+            codes = sum(unit.codes for unit in found.demand.blocks)
+            lines.append(f"{'base':<18}{config.adapter.base}: linear layers of the blocks take {codes / 1e9:.3g} GB in 4 bits")
     lines.append(f"{'kept':<18}{per_parameter:.2f} bytes a parameter: {kept}")
     if config.engine.kind == "stream":
         lines.append(
@@ -227,15 +230,14 @@ def _unit_sizes(config: TrainConfig, weight: torch.dtype) -> Callable[[tuple[Par
 
     @cache
     def size(parameters: tuple[ParameterSpec, ...]) -> UnitBytes:
-        dtypes = {True: weight, False: frozen}
+        def dtype(p: ParameterSpec) -> torch.dtype:
+            return weight if p.trained else frozen if p.stands_for is None else torch.uint8
+
         layout = Layout(
-            {
-                p.name: (p.shape, state_format(p.shape, eight_bit, master, dtypes[p.trained], p.trained, average))
-                for p in parameters
-            }
+            {p.name: (p.shape, state_format(p.shape, eight_bit, master, dtype(p), p.trained, average)) for p in parameters}
         )
         sizes = (layout.weight_bytes, layout.state_bytes, layout.trained_weight_bytes)
-        return UnitBytes(*sizes, layout.num_gradients, layout.num_frozen)
+        return UnitBytes(*sizes, layout.num_gradients, layout.num_frozen, layout.num_codes)
 
     return size
 

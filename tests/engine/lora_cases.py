@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from fluxray import checkpoint
 from fluxray.config.adapter import LoraConfig
 from fluxray.engine.clip import Clip
-from fluxray.engine.parallelize import parallelize
+from fluxray.engine.parallelize import Techniques, parallelize
 from fluxray.engine.sharded import Runtime, ShardedEngine
 from fluxray.engine.stream import StreamEngine
 from fluxray.engine.stream_store import StreamSettings
+from fluxray.models import quantised
 from fluxray.models.causal_lm import build_causal_lm
 from fluxray.models.flux_stack import build_flux
 from fluxray.optim.build import build_sharded
@@ -27,10 +28,19 @@ from fluxray.tasks.lm import LmTask
 from tests.engine.flux_cases import FLUX1, FLUX2, draw, flow_cut, plain_loss, weighted_square
 from tests.engine.helpers import NUM_ROWS, OPTIM, SEED, EngineCase, cut, make_batch, model_config
 from tests.engine.stream_helpers import stream_of
+from tests.models.flux_helpers import flux_config
 
 LORA = LoraConfig(rank=4, alpha=8)
 LLAMA = EngineCase(model_config("llama"))
 CASES = {"flux1": FLUX1, "flux2": FLUX2, "llama": LLAMA}
+
+NF4 = LoraConfig(rank=4, alpha=8, base="nf4")
+WIDE_CASES = {
+    "flux1 wide": EngineCase(flux_config("flux1 dev", attention_head_dim=32, axes_dims_rope=[8, 8, 16])),
+    "flux2 wide": EngineCase(flux_config("flux2 klein", attention_head_dim=32, axes_dims_rope=[8] * 4)),
+    "llama wide": EngineCase(model_config("llama", hidden_size=64)),
+}
+"""Families whose hidden size is a multiple of 64, as 4 bits want it."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,14 @@ class Adapted:
 
     @property
     def is_text(self) -> bool:
-        return self.family == "llama"
+        return self.family.startswith("llama")
+
+    @property
+    def base(self) -> EngineCase:
+        return {**CASES, **WIDE_CASES}[self.family]
 
     def case(self, **differing: Any) -> EngineCase:
-        return replace(CASES[self.family], **differing)
+        return replace(self.base, **differing)
 
     def stack(self, **differing: Any) -> BlockStack:
         case = self.case(**differing)
@@ -60,7 +74,7 @@ class Adapted:
     def batches(self, num_micro_batches: int, step: int, rank: int = 0, num_ranks: int = 1) -> Sequence[Any]:
         if self.is_text:
             return cut(num_micro_batches, step, rank, num_ranks)
-        return flow_cut(CASES[self.family], num_micro_batches, step, rank, num_ranks)
+        return flow_cut(self.base, num_micro_batches, step, rank, num_ranks)
 
     def sharded(self, mesh: DeviceMesh | None = None, **differing: Any) -> ShardedEngine:
         case, stack = self.case(**differing), self.stack(**differing)
@@ -79,19 +93,32 @@ class Adapted:
         return [(output.loss.item(), output.grad_norm.item()) for output in outputs]
 
     def plain(self, num_steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-        """Train the library's model with peft's layers on whole steps by a plain loop; return losses and adapters."""
-        model = materialised(self.stack()).model
+        """Train the library's model with peft's layers on whole steps by a plain loop; return losses and adapters.
+
+        A base of 4 bits is whole weights that have been rounded.
+        """
+        model = self.reference().model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         settings = {"lr": OPTIM.lr, "betas": (OPTIM.beta1, OPTIM.beta2), "eps": OPTIM.eps}
         optimizer = torch.optim.AdamW(trained.values(), weight_decay=OPTIM.weight_decay, foreach=False, **settings)
         losses = []
         for step in range(num_steps):
-            loss = self._text_loss(model, step) if self.is_text else plain_loss(model, draw(CASES[self.family], step))
+            loss = self._text_loss(model, step) if self.is_text else plain_loss(model, draw(self.base, step))
             loss.backward()
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
         return losses, {name: p.detach() for name, p in trained.items()}
+
+    def reference(self) -> BlockStack:
+        """Return the stack with whole weights in its base, those that 4 bits stand for where it has such."""
+        assert self.adapter is not None
+        stack = materialised(replace(self, adapter=self.adapter.model_copy(update={"base": "full"})).stack())
+        for path, module in self.stack().model.named_modules() if self.adapter.base == "nf4" else ():
+            if isinstance(module, quantised.Nf4Linear):
+                layer = stack.model.get_submodule(path)
+                layer.weight.data = quantised.rounded(layer.weight.detach())
+        return stack
 
     @staticmethod
     def _text_loss(model: Any, step: int) -> Tensor:
@@ -119,13 +146,19 @@ def saved(engine: Any, folder: Path, step: int = 2) -> checkpoint.CheckpointRead
     return checkpoint.CheckpointReader(checkpoint.save(folder, state, engine.state_items()))
 
 
-RANK_FAMILIES, RANK_STEPS = ("flux2", "llama"), 2
+RANK_CASES = {
+    "flux2": (Adapted("flux2"), {}),
+    "llama": (Adapted("llama"), {}),
+    "flux2 in 4 bits": (Adapted("flux2 wide", NF4), {}),
+    "llama in 4 bits, bf16": (Adapted("llama wide", NF4), {"techniques": Techniques("mixed-bf16")}),
+}
+RANK_STEPS = 2
 
 
-def run_on_ranks(folder: Path, family: str, mesh: DeviceMesh, rank: int) -> None:
-    """Train a family on a mesh, and save."""
-    adapted, num_ranks = Adapted(family), mesh.size()
-    engine = adapted.sharded(mesh)
+def run_on_ranks(folder: Path, name: str, mesh: DeviceMesh, rank: int) -> None:
+    """Train a case on a mesh, and save."""
+    (adapted, differing), num_ranks = RANK_CASES[name], mesh.size()
+    engine = adapted.sharded(mesh, **differing)
     outputs = [engine.train_step(adapted.batches(2, step, rank, num_ranks), OPTIM.lr) for step in range(RANK_STEPS)]
     state = RunState(0, Schedule("constant", OPTIM.lr, 0, RANK_STEPS, 0.0), step=RANK_STEPS)
     checkpoint.save(folder, state, engine.state_items(), Ranks.of_group(mesh.get_group()))

@@ -170,7 +170,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
             build().load_items(reader)
         assert str(refused.value) == (
             "model: the checkpoint's adapters are of random weights of seed 3, the model is of random weights of seed 4; set "
-            "model.weights and seed as they were"
+            "model.weights, seed and adapter.base as they were"
         )
     with pytest.raises(CheckpointError, match=r"is missing; it is of another model"):
         Adapted("llama", LORA.model_copy(update={"targets": ("q_proj", "up_proj")})).sharded().load_items(reader)

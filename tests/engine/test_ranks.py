@@ -95,8 +95,8 @@ def _fork_ranks(_: int, folder: str) -> None:
     torch.set_num_threads(1)
     for case in (NEOX, *(replace(NEOX, **differing) for _, _, differing in CASES.values() if "model" in differing)):
         build_stack(case)  # on the meta device; the libraries import a model's module when it is first built
-    for family in lora_cases.CASES:
-        lora_cases.Adapted(family).stack()
+    for adapted, _ in lora_cases.RANK_CASES.values():
+        adapted.stack()
     mp.start_processes(_rank_main, (folder,), WORLD, start_method="fork")
 
 
@@ -112,18 +112,22 @@ def test_ranks_and_splits_do_not_matter(folder: Path, name: str) -> None:
         expect_close_values(torch.tensor(actual.losses), torch.tensor(expected.losses), 1e-3, "losses")
 
 
-@pytest.mark.parametrize("family", lora_cases.RANK_FAMILIES)
-def test_adapters_on_two_ranks_equal_those_on_one(folder: Path, family: str) -> None:
-    adapted, directory = lora_cases.Adapted(family), folder / f"lora {family}"
-    engine = adapted.sharded()
+@pytest.mark.parametrize("name", lora_cases.RANK_CASES)
+def test_adapters_on_two_ranks_equal_those_on_one(folder: Path, name: str) -> None:
+    (adapted, differing), directory = lora_cases.RANK_CASES[name], folder / f"lora {name}"
+    engine = adapted.sharded(**differing)
     losses = [loss for loss, _ in adapted.train(engine, lora_cases.RANK_STEPS)]
-    assert json.loads((directory / "losses.json").read_text()) == pytest.approx(losses, rel=1e-6)
+    assert json.loads((directory / "losses.json").read_text()) == pytest.approx(losses, rel=1e-3 if differing else 1e-6)
     reader = checkpoint.CheckpointReader(checkpoint.committed(directory)[0])
     weights = {item.name: item.tensor.detach() for item in engine.state_items() if item.section == "weights"}
     assert set(reader.names()) == weights.keys()
-    for name, value in weights.items():
-        expect_close_values(reader.read("weights", name), value, 1e-4, name)
-    assert list(adapted.sharded().load_items(reader)) == []
+    for parameter, value in weights.items():
+        found = reader.read("weights", parameter)
+        if differing:  # sums of 16 bits: where a gradient is about 0, its first step may go either way
+            assert (found - value).norm() <= 0.1 * value.norm() + 1e-3, parameter
+        else:
+            expect_close_values(found, value, 1e-4, parameter)
+    assert list(adapted.sharded(**differing).load_items(reader)) == []
 
 
 @pytest.mark.parametrize("name", flux_cases.RANK_CASES)
@@ -287,8 +291,8 @@ def _rank_main(rank: int, folder: str) -> None:
     for name, (num_ranks, _, _) in flux_cases.RANK_CASES.items():
         if rank < num_ranks:
             flux_cases.run_on_ranks(Path(folder, name), name, meshes[num_ranks], rank)
-    for family in lora_cases.RANK_FAMILIES if rank < 2 else ():
-        lora_cases.run_on_ranks(Path(folder, f"lora {family}"), family, meshes[2], rank)
+    for name in lora_cases.RANK_CASES if rank < 2 else ():
+        lora_cases.run_on_ranks(Path(folder, f"lora {name}"), name, meshes[2], rank)
     for name, (before, after) in RESUMED.items():
         for num_ranks, steps in ((before, (0, SPLIT_STEP)), (after, (SPLIT_STEP, LAST_STEP))):
             if rank < num_ranks:

@@ -10,8 +10,10 @@ from fluxray.config.load import resolve, to_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import FluxrayError
 from fluxray.export import export_run
+from fluxray.memory.plan import MemoryPlan
 from fluxray.protocols import Report
-from fluxray.runtime.planning import describe, plan_run
+from fluxray.runtime.blockprobe import probe_blocks
+from fluxray.runtime.planning import describe, model_spec, plan_run
 from fluxray.runtime.worker import preflight, run_evaluation, run_worker
 from tests.flow_caches import random_cache
 from tests.runtime.test_flow_options import TINY
@@ -47,9 +49,11 @@ def loss_of(reports: list[Report]) -> list[float]:
     return [report.metrics["train/loss"] for report in reports if "train/loss" in report.metrics]
 
 
-def test_images_are_learned_by_adapters_on_both_engines_as_planned(cache: Path, tmp_path: Path) -> None:
-    sharded = trained(flow(cache), tmp_path / "sharded", cache)
-    streamed = trained(flow(cache, *STREAM, "train.log_every=1"), tmp_path / "streamed", cache)
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_images_are_learned_by_adapters_on_both_engines_as_planned(base: str, cache: Path, tmp_path: Path) -> None:
+    kept = f"adapter.base={base}"
+    sharded = trained(flow(cache, kept), tmp_path / "sharded", cache)
+    streamed = trained(flow(cache, kept, *STREAM, "train.log_every=1"), tmp_path / "streamed", cache)
     assert loss_of(streamed) == pytest.approx(loss_of(sharded), rel=1e-6)
     first, second = (saved_tensors(tmp_path / name) for name in ("sharded", "streamed"))
     assert {name for section, name in first if section == "weights"} == {n for section, n in second if section == "weights"}
@@ -57,7 +61,7 @@ def test_images_are_learned_by_adapters_on_both_engines_as_planned(cache: Path, 
     (found,) = (report.metrics for report in streamed if "memory/planned_device_gib" in report.metrics)
     for exact in ("host_blocks_gib", "device_weights_gib", "device_optimizer_gib", "device_slots_gib", "device_gradients_gib"):
         assert found[f"memory/measured_{exact}"] == found[f"memory/planned_{exact}"], exact
-    evaluated = run_evaluation(flow(cache), context(tmp_path / "sharded", cache, []))
+    evaluated = run_evaluation(flow(cache, kept), context(tmp_path / "sharded", cache, []))
     assert evaluated.eval_loss == [r.metrics["eval/loss"] for r in sharded if "eval/loss" in r.metrics][-1]
     out = export_run(tmp_path / "streamed", tmp_path / "out", notify=lambda _: None)
     assert [path.name for path in out.iterdir()] == ["pytorch_lora_weights.safetensors"]
@@ -95,6 +99,35 @@ def test_plans_count_states_gradients_and_checkpoints_of_adapters_alone() -> Non
     told = "\n".join(describe(resolve("a6000", "flux1-dev", ["adapter.kind=lora"]), lora, "flux1-dev"))
     assert "adapter           lora of rank 16: 26,148,864 parameters (0.22%) are trained: they alone have gradients" in told
     assert "master fp32" in told
+
+
+def test_plans_count_4_bits_of_the_base() -> None:
+    def configured(profile: str, base: str) -> TrainConfig:
+        figures = ("hardware.device_memory=80GB", "hardware.memory_bandwidth=2TB/s", "hardware.tflops=300")
+        return resolve(profile, "flux1-dev", ["adapter.kind=lora", f"adapter.base={base}", *figures])
+
+    specs = {base: model_spec(configured("a6000", base)) for base in ("full", "nf4")}
+
+    def planned(profile: str) -> list[MemoryPlan]:
+        return [plan_run(configured(profile, base), spec) for base, spec in specs.items()]
+
+    full, nf4 = planned("a6000")
+    assert nf4.demand.spec.num_parameters == full.demand.spec.num_parameters
+    assert nf4.demand.spec.step_flops == full.demand.spec.step_flops
+    assert nf4.bytes.host["blocks"] < 0.32 * full.bytes.host["blocks"]  # 4.5 bits in place of 16, and the adapters
+    assert nf4.disk_bytes == full.disk_bytes
+    full, nf4 = planned("fsdp8")
+    for what in ("weights", "gathered blocks"):
+        assert nf4.bytes.device[what] < 0.35 * full.bytes.device[what], what
+    told = "\n".join(describe(configured("fsdp8", "nf4"), nf4, "flux1-dev"))
+    assert "base              nf4: linear layers of the blocks take 6.66 GB in 4 bits" in told
+
+
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_blocks_of_adapters_are_measured(base: str, cache: Path) -> None:
+    config = flow(cache, *STREAM, f"adapter.base={base}")
+    attained, spec = probe_blocks(config, model_spec(config), torch.device("cpu"), None)
+    assert attained > 0 and len(spec.blocks) > 0
 
 
 def test_what_does_not_go_with_adapters_is_said_in_a_line(cache: Path) -> None:
