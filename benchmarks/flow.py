@@ -54,7 +54,7 @@ ROWS: dict[str, Case] = {
     ),
     "FLUX.1-dev, 1024 px": Case("flux1-dev", 45, (*images(8, 1), EIGHTY), ((1024, 1024),)),
     "FLUX.1-dev, 512 px, two buckets in turn": Case("flux1-dev", 45, (*images(8, 2), EIGHTY), ((512, 512), (640, 384))),
-    "FLUX.1-dev, 512 px, 24 GB, host of 64 GiB": Case("flux1-dev", 24, (*images(4, 4), SIXTY_FOUR)),
+    "FLUX.1-dev, 512 px, 24 GB, host of 64 GiB": Case("flux1-dev", 24, (*images(8, 2), SIXTY_FOUR)),
     "FLUX.2-dev, 512 px, stochastic": Case("flux2-dev", 45, (*images(4, 3), *STOCHASTIC)),
     "FLUX.2 klein-4B, 512 px, 16 GB": Case("flux2-klein-4b", 16, (*images(4, 4), SIXTY_FOUR)),
 }
