@@ -201,7 +201,8 @@ class BlockStack(nn.Module, ABC):
     `model` is the library's; its parameter names are the names used everywhere. `blocks` are its repeated blocks, in order.
     `fused` maps the name of a parameter that is several of the library's, one below the other, to their names and numbers of
     rows, in order: engines hold one, checkpoints the library's. `adapts`: what is trained are adapters; the other parameters are
-    frozen and of no checkpoint, which only tells them by `base`, known once all is materialised.
+    frozen and of no checkpoint, which only tells them by `base`, known once all is materialised. `compiles_each_shape`: batches
+    have so few shapes that each is worth compiled code of its own.
     `has_dropout` tells whether any dropout probability is above zero; then `dropout_modules` are the modules whose calls get a
     `dropout_seed` keyword while `State.dropout_seed` is set.
     """
@@ -213,6 +214,7 @@ class BlockStack(nn.Module, ABC):
     fused: Mapping[str, Mapping[str, int]] = MappingProxyType({})
     adapts: bool = False
     base: Mapping[str, str] = MappingProxyType({})
+    compiles_each_shape: bool = False
 
     @property
     def is_whole_again(self) -> bool:

@@ -3,9 +3,11 @@
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -20,6 +22,10 @@ from fluxray.engine.precision import Precision
 from fluxray.engine.stream_transfers import Transfers, transfers_of
 from fluxray.memory.operations import Operation
 from fluxray.protocols import BlockStack
+
+MOST_FORMS = 1024
+"""Of compiled code of one function: blocks share one function, and differ in class, in what they keep, in mode and in shapes.
+Torch runs what is beyond uncompiled, and begins with 8."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,16 @@ def apply_activation_checkpoint(stack: BlockStack, techniques: Techniques) -> No
 
 
 def apply_compile(stack: BlockStack) -> None:
-    """Compile each block's forward; blocks of one class share the compiled code."""
+    """Compile each block's forward; blocks of one class that keep the same share the compiled code.
+
+    Rows of text have many lengths: from the second on, code is compiled that takes any. Images have a few sizes, of their
+    buckets, and code made for one is faster.
+    """
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MOST_FORMS)
+    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, MOST_FORMS)
+    compiled = partial(torch.compile, dynamic=False) if stack.compiles_each_shape else torch.compile
     for block in stack.blocks:
-        wrap_forward(block.module, torch.compile)
+        wrap_forward(block.module, compiled)
 
 
 def apply_resident(stack: BlockStack, techniques: Techniques, device: torch.device) -> Masters:

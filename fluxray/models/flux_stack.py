@@ -103,6 +103,7 @@ class FluxStack(BlockStack):
     """
 
     model: Any
+    compiles_each_shape = True
 
     def __init__(self, model: nn.Module, seed: int, weights: Weights | None = None):
         super().__init__()

@@ -70,7 +70,7 @@ class FlowTask:
         self._config = config
         self._facts = facts
         self._empty = empty
-        self._loss = torch.compile(squared_error) if compiled else squared_error
+        self._loss = torch.compile(squared_error, dynamic=False) if compiled else squared_error
 
     def prepare(self, raw: Sequence[FlowRow], key: BatchKey | None) -> FlowBatch:
         """Return rows of one resolution and text length as one micro-batch on the host, noised by the draws of its samples.

@@ -1,14 +1,16 @@
-"""Micro-batches of many sizes must not be compiled one by one: torch makes a size that has changed once a variable."""
+"""Texts of many lengths must not be compiled one by one: torch makes a length that has changed once a variable. Images are."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from fluxray.engine.parallelize import Techniques
+from fluxray.engine.parallelize import Techniques, prepare_stream
 from fluxray.protocols import BatchKey, TextBatch
 from tests.engine.helpers import OPTIM, SEED, VOCABULARY, EngineCase, model_config, sharded_engine
+from tests.models.flux_helpers import FAMILIES, built, draw_for, flux_config, output_of
 
 
 def batch(num_rows: int, length: int) -> TextBatch:
@@ -32,4 +34,27 @@ def test_any_number_of_rows_takes_two_compilations_and_any_length_one_more(monke
     first = frames((8, 16))  # block and loss
     assert frames((16, 16), (4, 16), (12, 16), (6, 16), (2, 16)) == 2 * first
     assert frames((8, 24), (4, 17), (16, 33), (3, 48)) == 3 * first
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", FAMILIES[:1])
+def test_images_of_each_size_have_compiled_code_of_their_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    symbolic: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        symbolic.append(any(isinstance(size, torch.SymInt) for item in inputs for size in getattr(item, "shape", [item])))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = flux_config(case)
+    stack, plain = built(model), built(model)
+    prepare_stream(stack, compiles=True, kept_blocks=1)
+    sizes = [(2, 2), (2, 3), (3, 2), (2, 4), (3, 3), (2, 5), (3, 4), (2, 7), (3, 5), (4, 4)]
+    for height, width in sizes:
+        batch = draw_for(model, height=height, width=width)
+        assert torch.equal(output_of(stack, batch), output_of(plain, batch))
+    shapes = {height * width for height, width in sizes}
+    assert len(shapes) > 8  # as many forms as torch itself allows
+    assert len(symbolic) == 3 * len(shapes) and not any(symbolic)  # of two kinds computed again, and of a block that keeps all
     torch._dynamo.reset()
