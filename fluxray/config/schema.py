@@ -69,7 +69,7 @@ class DataConfig(Section):
     source: str | tuple[str, ...] = Field(
         default="builtin:topics",
         description="builtin:topics, path:FILE-OR-GLOB or hf:NAME[:CONFIG[:SPLIT]]; of pictures folder:DIR, "
-        "parquet:FILE-OR-GLOB, tars:GLOB or hf:...; one or a list",
+        "parquet:FILE-OR-GLOB, tars:GLOB (also s3://, gs://, https://) or hf:...; one or a list",
     )
     eval_source: str | tuple[str, ...] | None = Field(
         default=None, description="held-out data, same forms; without it eval_fraction of source is held out"
@@ -89,7 +89,9 @@ class DataConfig(Section):
         default=False, description="without packing: rows of similar length share a global batch, which leaves little padding"
     )
     max_slice: int = Field(default=512, ge=2, description="tokens in a row; longer documents are cut")
-    cache: str | None = Field(default=None, description="flow: folder of encoded images and texts to train on")
+    cache: str | None = Field(
+        default=None, description="flow: folder of encoded images and texts to train on, also s3://, gs:// or https://"
+    )
     eval_cache: str | None = Field(
         default=None, description="flow: folder of held-out ones; without it eval_fraction of cache is held out"
     )

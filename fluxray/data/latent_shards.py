@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from fluxray.data.folders import Folder, LocalFolder
 from fluxray.data.latent_facts import LatentFacts
 from fluxray.errors import DataError
 
@@ -139,7 +140,12 @@ def finish_cache(folder: Path, facts: LatentFacts, empty: Sequence[TextEmbedding
 
 def index_path(folder: Path, name: str) -> Path:
     """Return the index of the shard of that file name."""
-    return folder / f"{name.partition('.')[0]}.index.json"
+    return folder / index_name(name)
+
+
+def index_name(name: str) -> str:
+    """Return the file name of the index of the shard of that file name."""
+    return f"{name.partition('.')[0]}.index.json"
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -152,15 +158,20 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Return what `write_json` wrote; DataError, whose text begins with `what`, if the file is missing or damaged."""
-    damage = DataError(f"{what}: {path.name} is damaged; copy or encode it again")
+    return read_signed(LocalFolder(path.parent), path.name, what)
+
+
+def read_signed(folder: Folder, name: str, what: str) -> dict[str, Any]:
+    """Return what `write_json` wrote into a folder, as `read_json`."""
+    damage = DataError(f"{what}: {name} is damaged; copy or encode it again")
     try:
-        text, _, crc = path.read_text().rpartition(_CRC_KEY)
+        text, _, crc = folder.read(name).decode().rpartition(_CRC_KEY)
         text += "}"
         if crc != f"{zlib.crc32(text.encode())}}}":
             raise damage
         return json.loads(text)
     except FileNotFoundError:
-        raise DataError(f"{what} has no {path.name}; encode to the end, or copy it again") from None
+        raise DataError(f"{what} has no {name}; encode to the end, or copy it again") from None
     except (OSError, ValueError):
         raise damage from None
 

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
+from fluxray.data.folders import Folder, LocalFolder, open_folder
 from fluxray.data.latent_facts import CacheNeeds, LatentFacts, check_cache
 from fluxray.data.latent_shards import (
     CACHE_FILE,
@@ -22,8 +22,8 @@ from fluxray.data.latent_shards import (
     TextEmbedding,
     crc_of,
     dtype_of,
-    index_path,
-    read_json,
+    index_name,
+    read_signed,
     size_fault,
 )
 from fluxray.errors import DataError
@@ -55,22 +55,25 @@ class FlowRow(NamedTuple):
 
 
 class LatentCache(Sequence[FlowRow]):
-    """A finished cache; pickles as its folder. `facts` are its own, `empty` the embedding of no caption by text length.
+    """A finished cache; pickles as its folder, or its address. `facts` are its own, `empty` the embedding of no caption by text
+    length.
 
-    A row's bytes are read from its shard when it is asked for, and checked. `config_key` is what errors name. Raises DataError
-    for a folder that is missing, unfinished, damaged or of another format, and for samples that do not agree with the facts.
+    A row's bytes are read from its shard when it is asked for, and checked; from several threads if one likes. `config_key` is
+    what errors name. Raises DataError for a folder that is missing, unfinished, damaged or of another format, and for samples
+    that do not agree with the facts.
     """
 
     facts: LatentFacts
     empty: Mapping[int, TextEmbedding]
 
-    def __init__(self, folder: Path, config_key: str = "data.cache") -> None:
-        self.folder, self._config_key = folder, config_key
-        told = _read_cache_file(folder, config_key)
+    def __init__(self, folder: Path | str, config_key: str = "data.cache") -> None:
+        self._reference, self._config_key = folder, config_key
+        self.folder = open_folder(folder, config_key)
+        told = _read_cache_file(self.folder, config_key)
         self.facts = told["facts"]
         self._shards: list[str] = [shard["file"] for shard in told["shards"]]
-        self.empty = _read_empty(folder, self.facts, config_key)
-        parts = [self._open_shard(number, shard) for number, shard in enumerate(told["shards"])]
+        self.empty = _read_empty(self.folder, self.facts, config_key)
+        parts = self.folder.each(self._open_shard, enumerate(told["shards"]))
         self._entries = np.concatenate([entries for entries, _ in parts])
         self._keys = np.array([key for _, keys in parts for key in keys])
 
@@ -90,12 +93,17 @@ class LatentCache(Sequence[FlowRow]):
             shapes["pooled"] = (facts.pooled_width,)
         if entry["mask"] >= 0:
             shapes["mask"] = (height * width,)
-        path = self.folder / self._shards[entry["shard"]]
+        shard = self._shards[entry["shard"]]
+        path = f"{self.folder.name}/{shard}"
+        wanted = [(int(entry[name]), math.prod(shape) * self._dtype(name).itemsize) for name, shape in shapes.items()]
         try:
-            with path.open("rb", buffering=0) as file:
-                tensors = {name: _read_tensor(file, int(entry[name]), shape, self._dtype(name)) for name, shape in shapes.items()}
+            contents = self.folder.parts(shard, wanted)
         except OSError as error:
             raise DataError(f"{self._config_key}: {path} cannot be read ({error.strerror}); copy or encode it again") from None
+        tensors = {
+            name: torch.frombuffer(content, dtype=self._dtype(name)).reshape(shape)
+            for (name, shape), content in zip(shapes.items(), contents, strict=True)
+        }
         if crc_of(tensors.values()) != entry["crc"]:
             raise DataError(f"{self._config_key}: {path} is damaged at sample {self.key(index)}; copy or encode it again")
         row = FlowRow(tensors["latents"].float(), height, width, tensors["text"], tensors.get("pooled"), key=self.key(index))
@@ -138,15 +146,16 @@ class LatentCache(Sequence[FlowRow]):
         return np.argsort(self._entries["order"], kind="stable")
 
     def __reduce__(self) -> tuple:
-        return LatentCache, (self.folder, self._config_key)
+        return LatentCache, (self._reference, self._config_key)
 
     def _dtype(self, name: str) -> torch.dtype:
         return dtype_of({"latents": self.facts.latent_dtype, "mask": "float32"}.get(name, self.facts.text_dtype))
 
-    def _open_shard(self, number: int, shard: Mapping[str, Any]) -> tuple[np.ndarray, list[bytes]]:
-        path = self.folder / shard["file"]
+    def _open_shard(self, numbered: tuple[int, Mapping[str, Any]]) -> tuple[np.ndarray, list[bytes]]:
+        number, shard = numbered
+        path = f"{self.folder.name}/{shard['file']}"
         try:
-            size = path.stat().st_size
+            size = self.folder.size(shard["file"])
         except OSError:
             raise DataError(f"{self._config_key}: {path} is missing; copy or encode it again") from None
         if size != shard["bytes"]:
@@ -165,7 +174,7 @@ class LatentCache(Sequence[FlowRow]):
 
     def _samples_of(self, name: str) -> list[dict[str, Any]]:
         """Return what the index of a shard says of its samples."""
-        return read_json(index_path(self.folder, name), f"{self._config_key}: {self.folder / name}")["samples"]
+        return read_signed(self.folder, index_name(name), f"{self._config_key}: {self.folder.name}/{name}")["samples"]
 
 
 class LatentRows(Sequence[FlowRow]):
@@ -225,7 +234,11 @@ class LatentData(NamedTuple):
 
 
 def load_latents(
-    cache: Path, eval_cache: Path | None, eval_fraction: float, needs: CacheNeeds, prior_cache: Path | None = None
+    cache: Path | str,
+    eval_cache: Path | str | None,
+    eval_fraction: float,
+    needs: CacheNeeds,
+    prior_cache: Path | str | None = None,
 ) -> LatentData:
     """Open `data.cache` and return its training and held-out rows, the latter all of `data.eval_cache` where there is one.
 
@@ -246,18 +259,19 @@ def load_latents(
     return LatentData(LatentRows(trained, np.setdiff1d(everything, chosen)), LatentRows(trained, np.sort(chosen)), prior)
 
 
-def _whole(folder: Path, beside: LatentCache, config_key: str) -> LatentRows:
+def _whole(folder: Path | str, beside: LatentCache, config_key: str) -> LatentRows:
     """Return all rows of a cache that must be of the same model as the one `beside` it."""
     cache = LatentCache(folder, config_key)
     check_cache(cache.facts, CacheNeeds.of_cache(beside.facts), config_key)
     return LatentRows(cache, np.arange(len(cache)))
 
 
-def _read_cache_file(folder: Path, config_key: str) -> dict[str, Any]:
+def _read_cache_file(files: Folder, config_key: str) -> dict[str, Any]:
     """Return `cache.json`, its facts as LatentFacts."""
-    if not folder.is_dir():
+    folder = files.name
+    if isinstance(files, LocalFolder) and not files.folder.is_dir():
         raise DataError(f"{config_key}: {folder}: no such folder; check the path, or encode pictures first")
-    told = read_json(folder / CACHE_FILE, f"{config_key}: {folder}")
+    told = read_signed(files, CACHE_FILE, f"{config_key}: {folder}")
     version = told.get("format")
     if version != CACHE_FORMAT:
         raise DataError(f"{config_key}: {folder} has format {version}, this fluxray reads {CACHE_FORMAT}; use the other version")
@@ -271,10 +285,10 @@ def _read_cache_file(folder: Path, config_key: str) -> dict[str, Any]:
     return {"facts": facts, "shards": told["shards"]}
 
 
-def _read_empty(folder: Path, facts: LatentFacts, config_key: str) -> dict[int, TextEmbedding]:
-    path = folder / EMPTY_FILE
+def _read_empty(folder: Folder, facts: LatentFacts, config_key: str) -> dict[int, TextEmbedding]:
+    path = f"{folder.name}/{EMPTY_FILE}"
     try:
-        tensors = load_file(path)
+        tensors = load(folder.read(EMPTY_FILE))
         found = {length: TextEmbedding(tensors[f"text.{length}"], tensors.get("pooled")) for length in facts.text_lengths}
     except (OSError, SafetensorError, KeyError):
         raise DataError(f"{config_key}: {path} is missing or damaged; copy or encode the cache again") from None
@@ -283,16 +297,6 @@ def _read_empty(folder: Path, facts: LatentFacts, config_key: str) -> dict[int, 
         if shapes != ((length, facts.text_width), None if facts.pooled_width is None else (facts.pooled_width,)):
             raise DataError(f"{config_key}: {path} is of another model than {CACHE_FILE}; encode the cache again")
     return found
-
-
-def _read_tensor(file: FileIO, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor that stands at `offset`; bytes that the file lacks are 0."""
-    content = bytearray(math.prod(shape) * dtype.itemsize)
-    view = memoryview(content)
-    file.seek(offset)
-    while view and (count := file.readinto(view)):
-        view = view[count:]
-    return torch.frombuffer(content, dtype=dtype).reshape(shape)
 
 
 def _fault(facts: LatentFacts, sample: Mapping[str, Any]) -> str | None:

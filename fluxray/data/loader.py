@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -62,7 +63,7 @@ class Loader:
     `grouped`: rows of similar length share a global batch; rows in buckets stand together anyway. The last `num_prior` of the
     rows, which are in buckets, make up half of each global batch: its second half. `micro_rows` returns for a
     step, counted from 0, how many rows of full length a micro-batch has; of shorter rows it has as many as make so many tokens.
-    It is asked PREFETCHED_STEPS ahead at most.
+    It is asked PREFETCHED_STEPS ahead at most. `num_readers` threads read the rows of a micro-batch, where reading is waiting.
     """
 
     rows: Rows
@@ -73,6 +74,7 @@ class Loader:
     grouped: bool = False
     num_prior: int = 0
     micro_rows: Callable[[int], int] | None = None
+    num_readers: int = 1
 
     def train_batches(self, state: RunState) -> Generator[MicroBatches, None, None]:
         """Yield global batches without end from where `state` stands, prepared ahead by a thread that ends with the generator.
@@ -106,7 +108,7 @@ class Loader:
         for bucket in np.unique(buckets):
             used: list[int] = np.flatnonzero(buckets == bucket).tolist()
             for share in rank_micro_batches(used, self.batch.micro_size, self.rank, self.num_ranks):
-                real = [rows[index] for index in share]
+                real = self._read(rows, share)
                 missing = self.batch.micro_size - len(real)
                 yield list(share), real + [without_weight(real[0] if real else rows[used[0]])] * missing
 
@@ -142,9 +144,15 @@ class Loader:
     def _micro_batch(self, samples: Sequence[SampleId], of_ranks: Sequence[range], key: tuple[int, int]) -> Batch:
         """Return this rank's micro-batch of a round; a zero-weight row stands in where it has none. `key` is seed and step."""
         share = tuple(samples[index] for index in of_ranks[self.rank])
-        rows = [self.rows[sample.index] for sample in share]
+        rows = self._read(self.rows, [sample.index for sample in share])
         stand_in = [] if rows else [without_weight(self.rows[samples[of_ranks[0].start].index])]
         return self.prepare(rows + stand_in, BatchKey(*key, share))
+
+    def _read(self, rows: Rows, indexes: Sequence[int]) -> list[Any]:
+        if self.num_readers == 1 or len(indexes) < 2:
+            return [rows[index] for index in indexes]
+        with ThreadPoolExecutor(min(self.num_readers, len(indexes))) as pool:
+            return list(pool.map(rows.__getitem__, indexes))
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T, None, None]:

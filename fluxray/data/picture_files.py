@@ -11,7 +11,7 @@ from typing import Any
 
 from fluxray.data.captions import Caption, caption_field, caption_of_bytes, caption_of_value
 from fluxray.data.decode import Quarantined
-from fluxray.data.pictures import MASK_SUFFIX, Loaded, PictureRef, Place, is_picture, loaded, read_file
+from fluxray.data.pictures import MASK_SUFFIX, Loaded, PictureRef, Place, file_stamp, is_picture, loaded, read_file
 from fluxray.data.sources import BOM
 from fluxray.errors import DataError, one_line
 
@@ -53,6 +53,10 @@ class FolderPictures:
     def stream(self) -> Iterator[tuple[PictureRef, Loaded]]:
         """Yield all pictures with their bytes."""
         return ((ref, loaded(self.load, ref.place)) for ref in self.refs())
+
+    def stamp(self, place: Place) -> list[int]:
+        """Return size and time of the file, if it is one."""
+        return file_stamp(place)
 
     def ignored(self) -> Mapping[str, int]:
         """Return how many other files there are, by the end of their name."""

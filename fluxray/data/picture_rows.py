@@ -14,7 +14,7 @@ from pyarrow.parquet import ParquetFile
 
 from fluxray.data.captions import CAPTION_KEYS, Caption, caption_field, caption_of_value
 from fluxray.data.decode import Quarantined
-from fluxray.data.pictures import Loaded, PictureRef, Place, loaded, read_file, unique_key
+from fluxray.data.pictures import Loaded, PictureRef, Place, file_stamp, loaded, read_file, unique_key
 from fluxray.data.sources import hub_dataset
 from fluxray.errors import DataError, one_line
 
@@ -70,6 +70,10 @@ class ParquetPictures:
     def stream(self) -> Iterator[tuple[PictureRef, Loaded]]:
         """Yield all pictures with their bytes."""
         return ((ref, loaded(self.load, ref.place)) for ref in self.refs())
+
+    def stamp(self, place: Place) -> list[int]:
+        """Return size and time of the file, if it is one."""
+        return file_stamp(place)
 
     def ignored(self) -> Mapping[str, int]:
         """Return nothing: a row is a picture."""
@@ -148,6 +152,10 @@ class HubPictures:
     def stream(self) -> Iterator[tuple[PictureRef, Loaded]]:
         """Yield all pictures with their bytes."""
         return ((ref, loaded(self.load, ref.place)) for ref in self.refs())
+
+    def stamp(self, place: Place) -> list[int]:
+        """Return size and time of the file, if it is one."""
+        return file_stamp(place)
 
     def ignored(self) -> Mapping[str, int]:
         """Return nothing: a row is a picture."""

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from fluxray.data.captions import Caption, caption_field, caption_of_bytes, caption_of_value
 from fluxray.data.decode import Quarantined
-from fluxray.data.pictures import MASK_SUFFIX, Loaded, PictureRef, Place, is_picture, read_file, unique_key
+from fluxray.data.pictures import MASK_SUFFIX, Loaded, PictureRef, Place, file_stamp, is_picture, read_file, unique_key
 from fluxray.errors import DataError, one_line
 
 _TEXT_SUFFIXES = ("txt", "json", "cls")
@@ -52,15 +52,17 @@ class TarPictures:
         for ref, data in self._samples(with_bytes=True):
             yield ref, data if data is not None else Quarantined("unreadable", ref.fault or "")
 
+    def stamp(self, place: Place) -> list[int]:
+        """Return size and time of the file, if it is one."""
+        return file_stamp(place)
+
     def ignored(self) -> Mapping[str, int]:
         """Return how many other members there are, by the end of their name."""
         counts: Counter[str] = Counter()
         for path in self._files:
             with open(path, "rb") as file:
                 for info, _ in _members(file, path, lambda _: False, seek=True):
-                    suffix = _suffix(info.name)
-                    counts[f".{suffix}"] += suffix not in _TEXT_SUFFIXES and not is_picture(info.name)
-                    counts["masks, with encode.mask none"] += info.name.endswith(MASK_SUFFIX) and not self.masks
+                    count_ignored(counts, info.name, self.masks)
         return +counts
 
     @property
@@ -102,11 +104,17 @@ class _StrictInfo(tarfile.TarInfo):
 
 
 def tar_samples(
-    file: IO[bytes], path: str, caption_key: str | None, masks: bool, with_bytes: bool
+    file: IO[bytes],
+    path: str,
+    caption_key: str | None,
+    masks: bool,
+    with_bytes: bool,
+    seen: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[PictureRef, bytes | None]]:
     """Yield the pictures of a tar that is read once, from a file, pipe or connection; with their bytes if that is asked for.
 
-    `path` is what places name. Where the tar breaks off, a reference whose fault says so comes last.
+    Without them a file that can be positioned is not read where they lie. `path` is what places name; `seen` is told the name of
+    each member. Where the tar breaks off, a reference whose fault says so comes last.
     """
 
     def wanted(name: str) -> bool:
@@ -114,7 +122,9 @@ def tar_samples(
 
     group: list[_Member] = []
     try:
-        for member in _members(file, path, wanted, seek=not with_bytes):
+        for member in _members(file, path, wanted, seek=not with_bytes and file.seekable()):
+            if seen is not None:
+                seen(member[0].name)
             if group and _group(member[0].name) != _group(group[0][0].name):
                 yield from _pictures_of(group, path, caption_key, masks)
                 group = []
@@ -124,6 +134,13 @@ def tar_samples(
         yield PictureRef(os.path.basename(path), None, Place(path), fault=str(fault)), None
         return
     yield from _pictures_of(group, path, caption_key, masks)
+
+
+def count_ignored(counts: Counter[str], name: str, masks: bool) -> None:
+    """Count a member of a tar that is neither a picture nor a caption; `masks`: those are of use."""
+    suffix = _suffix(name)
+    counts[f".{suffix}"] += suffix not in _TEXT_SUFFIXES and not is_picture(name)
+    counts["masks, with encode.mask none"] += name.endswith(MASK_SUFFIX) and not masks
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -3,7 +3,8 @@
     folder:DIR                      pictures of DIR and its sub-folders; captions of same-named .txt files, or of metadata.jsonl
     parquet:FILE-OR-GLOB            a picture a row, as encoded bytes, beside its caption
     hf:NAME[:CONFIG[:SPLIT]]        the same of the Hugging Face hub
-    tars:GLOB                       WebDataset: jpg, png, webp, ... with txt, json or cls of the same name; {0000..0099} counts
+    tars:GLOB                       WebDataset: jpg, png, webp, ... with txt, json or cls of the same name; {0000..0099} counts;
+                                    also s3://BUCKET/GLOB, gs://BUCKET/GLOB, and https://HOST/FILES without * and ?
 
 A fault of a source as a whole is a DataError of one line. A fault of one picture is told by `PictureRef.fault`, or as Quarantined
 when it is loaded, so that it costs this picture alone.
@@ -17,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from fluxray.config.encode import PICTURE_FORMS, EncodeConfig
 from fluxray.data.decode import Quarantined
+from fluxray.data.folders import check_remote, is_remote
 from fluxray.errors import DataError
 
 FORMS = "folder:DIR, parquet:FILE-OR-GLOB, tars:GLOB or hf:NAME[:CONFIG[:SPLIT]]"
@@ -79,6 +81,10 @@ class PictureSource(Protocol):
         """Return how many files there are that are neither pictures nor captions of one, by kind."""
         ...
 
+    def stamp(self, place: Place) -> Sequence[int | str]:
+        """Return what tells the file of a place from another one under its name, without reading it; empty if nothing does."""
+        ...
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -102,6 +108,11 @@ class Pictures:
         """Return the bytes of a picture of `refs`; raises Quarantined."""
         part, place = self._part_of(ref.place)
         return part.load(place)
+
+    def stamp(self, place: Place) -> Sequence[int | str]:
+        """Return what tells the file of a place from another one under its name, without reading it; empty if nothing does."""
+        part, place = self._part_of(place)
+        return part.stamp(place)
 
     def load_mask(self, ref: PictureRef) -> bytes:
         """Return the bytes of the mask that `ref.mask` tells of; raises Quarantined."""
@@ -138,6 +149,7 @@ def open_pictures(source: str | Sequence[str], config_key: str = "data.source", 
     from fluxray.data.picture_files import FolderPictures
     from fluxray.data.picture_rows import HubPictures, ParquetPictures
     from fluxray.data.picture_tars import TarPictures
+    from fluxray.data.remote_tars import RemoteTars
 
     config = config or EncodeConfig()
     parts: list[PictureSource] = []
@@ -148,6 +160,8 @@ def open_pictures(source: str | Sequence[str], config_key: str = "data.source", 
                 parts.append(FolderPictures(rest, config_key, config.caption_key, config.mask == "file"))
             case "parquet":
                 parts.append(ParquetPictures(rest, config_key, config.caption_key, config.image_key))
+            case "tars" if is_remote(rest):
+                parts.append(RemoteTars(rest, config_key, config.caption_key, config.mask == "file"))
             case "tars":
                 parts.append(TarPictures(rest, config_key, config.caption_key, config.mask == "file"))
             case _:
@@ -164,7 +178,13 @@ def absolute_pictures(source: str | Sequence[str], config_key: str = "data.sourc
         if kind not in PICTURE_FORMS or not rest:
             remedy = f"write folder:{reference}" if Path(reference).is_dir() else f"use {FORMS}"
             raise DataError(f"{config_key}: {reference!r} is no source of pictures; {remedy}")
-        found.append(reference if kind == "hf" else f"{kind}:{os.path.abspath(os.path.expanduser(rest))}")
+        if is_remote(rest):
+            if kind != "tars":
+                raise DataError(
+                    f"{config_key}: {reference!r}: what is far away is read from tars alone; use tars:..., or copy it here"
+                )
+            check_remote(rest, config_key)
+        found.append(reference if kind == "hf" or is_remote(rest) else f"{kind}:{os.path.abspath(os.path.expanduser(rest))}")
     return tuple(found)
 
 
@@ -181,6 +201,15 @@ def read_file(path: str, size: int | None = None, start: int = 0) -> bytes:
     if size is not None and len(data) != size:
         raise Quarantined("truncated", f"{len(data)} of {size} bytes are there")
     return data
+
+
+def file_stamp(place: Place) -> list[int]:
+    """Return size and time of a place's file; nothing if there is none."""
+    try:
+        found = os.stat(place.path)
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
 
 
 def loaded(load: Callable[[Place], bytes], place: Place) -> Loaded:

@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 import fluxray
 from fluxray.config.schema import ResourcesConfig, TrainConfig
 from fluxray.errors import PlanError
+from fluxray.objectstore import PLACE_VARIABLES
 from fluxray.runtime.allocator import allocator_environment
-from fluxray.runtime.objectstore import PLACE_VARIABLES
 from fluxray.runtime.sharing import mps_limits, served_card
 from fluxray.runtime.stopping import interrupt_on_sigterm
 
@@ -207,6 +207,12 @@ def find_served_card(asked: ResourcesConfig) -> int | None:
         return None
 
 
+def _reads_a_store(config: TrainConfig) -> bool:
+    data = config.data
+    sources = (data.source,) if isinstance(data.source, str) else data.source
+    return any("s3://" in (reference or "") for reference in (*sources, data.cache, data.eval_cache, data.prior_cache))
+
+
 def worker_environment(config: TrainConfig, local_cores: int | None, served_memory: int | None = None) -> dict[str, str]:
     """Return the environment of each worker, which must be set before torch is imported there.
 
@@ -217,7 +223,7 @@ def worker_environment(config: TrainConfig, local_cores: int | None, served_memo
     alone = resources.num_workers == 1 and resources.gpu == 0 and local_cores is not None
     threads = str(local_cores if alone else max(1, int(resources.cpu)))
     env = {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(THREAD_VARIABLES, threads)}
-    if config.checkpoint.mirror is not None:
+    if config.checkpoint.mirror is not None or _reads_a_store(config):
         env |= {name: os.environ[name] for name in PLACE_VARIABLES if name in os.environ}
     env |= allocator_environment(config)
     if config.deterministic:

@@ -19,6 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from fluxray.config.encode import holds_pictures
 from fluxray.config.schema import TrainConfig
+from fluxray.data.folders import is_remote
 from fluxray.data.pictures import open_pictures
 from fluxray.errors import ConfigError, FluxrayError, PlanError, one_line
 from fluxray.models.encoders import encoder_facts, token_counter
@@ -164,6 +165,10 @@ def _check(config: TrainConfig) -> str:
         raise ConfigError(f"data.source: {_shown(data.source)} holds no pictures; set one, such as data.source=folder:DIR")
     if data.cache is None:
         raise ConfigError("data.cache: null, but encoded pictures must go somewhere; set data.cache=FOLDER")
+    if is_remote(data.cache):
+        raise ConfigError(
+            f"data.cache: {data.cache!r}, but pictures are encoded into a folder; name one, and copy it there when it is done"
+        )
     if weights is None:
         raise ConfigError(
             "model.weights: null, and a preset has no encoders; set model.weights=path:PIPELINE or model.weights=hf:NAME, a "

@@ -12,6 +12,7 @@ import numpy as np
 from fluxray.config.checks_task import CACHES
 from fluxray.config.encode import PIXELS_PER_TOKEN
 from fluxray.config.schema import DataConfig, TrainConfig
+from fluxray.data.folders import check_remote, is_remote
 from fluxray.data.identity import with_pipeline
 from fluxray.data.latent_facts import CacheNeeds
 from fluxray.data.latents import LatentCache, LatentData, LatentRows, load_latents
@@ -50,6 +51,14 @@ class ImageSizes(NamedTuple):
     told: str
 
 
+def cache_place(reference: str, config_key: str = "data.cache") -> Path | str:
+    """Return the absolute folder of `FOLDER` or `path:FOLDER`, an address as it is; ConfigError for another form."""
+    if not is_remote(reference):
+        return cache_folder(reference, config_key)
+    check_remote(reference, config_key)
+    return reference
+
+
 def cache_folder(reference: str, config_key: str = "data.cache") -> Path:
     """Return the absolute folder of `FOLDER` or `path:FOLDER`; ConfigError for another form."""
     kind, colon, rest = reference.partition(":")
@@ -64,9 +73,9 @@ def load_images(data: DataConfig, needs: CacheNeeds, masked: bool = False) -> La
     Raises DataError for a cache that cannot be read, ConfigError for another model's.
     """
     assert data.cache is not None, "refused by check_available"
-    held_out = None if data.eval_cache is None else cache_folder(data.eval_cache, "data.eval_cache")
-    prior = None if data.prior_cache is None else cache_folder(data.prior_cache, "data.prior_cache")
-    return load_latents(cache_folder(data.cache), held_out, data.eval_fraction, replace(needs, masks=masked), prior)
+    held_out = None if data.eval_cache is None else cache_place(data.eval_cache, "data.eval_cache")
+    prior = None if data.prior_cache is None else cache_place(data.prior_cache, "data.prior_cache")
+    return load_latents(cache_place(data.cache), held_out, data.eval_fraction, replace(needs, masks=masked), prior)
 
 
 def needs_of(facts: FluxFacts) -> CacheNeeds:
@@ -119,7 +128,7 @@ def image_sizes(data: DataConfig) -> ImageSizes:
 def _rows_of(reference: str | None, config_key: str) -> LatentRows | None:
     if reference is None:
         return None
-    cache = LatentCache(cache_folder(reference, config_key), config_key)
+    cache = LatentCache(cache_place(reference, config_key), config_key)
     return LatentRows(cache, np.arange(len(cache)))
 
 

@@ -65,7 +65,8 @@ def learn_images(config: TrainConfig, context: WorkerContext, ranks: Ranks, devi
     stack = build_flux(config.model, config.seed, kernel, adapter=config.adapter)
     rows = data.train if data.prior is None else RowsWithPrior(data.train, data.prior, flow.prior_weight)
     num_prior = 0 if data.prior is None else len(data.prior)
-    loader = Loader(rows, task.prepare, config.batch, context.rank, context.num_ranks, num_prior=num_prior)
+    readers = max(part.cache.folder.readers for part in data if part is not None)
+    loader = Loader(rows, task.prepare, config.batch, context.rank, context.num_ranks, num_prior=num_prior, num_readers=readers)
     validation = FlowValidation(task, loader, data.evaluation, config.evaluation.max_rows)
     policy = flow.first_loss
     gate = None if policy == "off" else FirstLossGate(policy, config.model.weights is not None, ranks.gather, context.notify)

@@ -22,9 +22,9 @@ from fluxray.checkpoint import CheckpointReader
 from fluxray.config.load import from_yaml
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError, DamagedCheckpointError
+from fluxray.objectstore import MissingError, ObjectStore, StoreError, open_store
 from fluxray.runtime.checkpoints import BESIDE
 from fluxray.runtime.identity import masked
-from fluxray.runtime.objectstore import MissingError, ObjectStore, StoreError, open_store
 from fluxray.runtime.paths import CONFIG_FILE
 
 HEAD = "checkpoint.json"

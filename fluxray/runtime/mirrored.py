@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fluxray.config.load import from_yaml, to_yaml
 from fluxray.errors import CheckpointError, ConfigError
+from fluxray.objectstore import StoreError, open_store
 from fluxray.runtime.checkpoints import table
 from fluxray.runtime.mirror import Mirror, of_run
-from fluxray.runtime.objectstore import StoreError, open_store
 from fluxray.runtime.paths import CONFIG_FILE, Home, write_text
 
 

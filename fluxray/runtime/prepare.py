@@ -13,8 +13,8 @@ from fluxray.config.schema import TrainConfig
 from fluxray.data.pictures import absolute_pictures
 from fluxray.data.sources import absolute_reference, absolute_sources
 from fluxray.errors import CheckpointError, ConfigError
+from fluxray.objectstore import StoreError
 from fluxray.runtime.mirror import Mirror, of_run
-from fluxray.runtime.objectstore import StoreError
 from fluxray.runtime.paths import CONFIG_FILE, Home, committed_checkpoints, home, new_run_name, write_text
 
 CHANGEABLE = (
@@ -170,10 +170,10 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
             tokenizer = None if data.tokenizer is None else absolute_reference(data.tokenizer)
             places = {"source": absolute_sources(data.source), "eval_source": held_out, "tokenizer": tokenizer}
         case "flow":
-            from fluxray.runtime.images import cache_folder  # its imports are no use to a run on text
+            from fluxray.runtime.images import cache_place  # its imports are no use to a run on text
 
             caches = {key: getattr(data, key) for key in CACHES}
-            places = {key: str(cache_folder(name, f"data.{key}")) for key, name in caches.items() if name is not None}
+            places = {key: str(cache_place(name, f"data.{key}")) for key, name in caches.items() if name is not None}
             if holds_pictures(data.source):
                 places["source"] = absolute_pictures(data.source)
     model = model.model_copy(update={"weights": weights})

@@ -26,7 +26,7 @@ from fluxray.models.encoders import TextEncoder, encoder_facts
 from fluxray.models.flux_facts import flux_facts, library_config
 from fluxray.models.pipeline import INDEX, flux_config, pipeline_facts
 from fluxray.protocols import StateReader
-from fluxray.runtime.images import cache_folder
+from fluxray.runtime.images import cache_place
 from fluxray.runtime.inference import Averaged, load_forwards, model_of
 from fluxray.runtime.paths import CONFIG_FILE
 from fluxray.runtime.pictures import decoder_folder, described
@@ -83,7 +83,7 @@ def of_run(run_dir: Path, averaged: bool, pipeline: str | None, notify: Callable
         weights = merged(adapters_of(keys, run_dir / MODEL_DIR, model.config, Kept(reader, torch.float32, averaged))).reader
     found = Origin(run_dir.name, reader.state.step, model, weights, pipeline or config.sample.pipeline or config.model.weights)
     try:
-        cache = LatentCache(cache_folder(config.data.cache or ""))
+        cache = LatentCache(cache_place(config.data.cache or ""))
     except FluxrayError:
         return found
     lengths, layers = cache.facts.text_lengths, cache.facts.text_layers

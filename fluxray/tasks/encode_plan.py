@@ -23,7 +23,7 @@ from fluxray.config.encode import EncodeConfig
 from fluxray.data.identity import TEXT_ENCODERS, weights_identity
 from fluxray.data.latent_facts import LatentFacts
 from fluxray.data.latent_shards import CACHE_FILE, TENSORS, Layout, crc_of, dtype_of, index_path, read_json
-from fluxray.data.pictures import PictureRef, Pictures, Place
+from fluxray.data.pictures import PictureRef, Pictures
 from fluxray.errors import DataError
 from fluxray.models.encoders import EncoderFacts
 
@@ -141,7 +141,7 @@ def plan_shards(job: EncodeJob, refs: Iterable[PictureRef]) -> list[Shard]:
     for number, start in enumerate(range(0, len(ordered), size)):
         part = tuple(ordered[start : start + size])
         keys = tuple(cache_key(ref.key) for ref in part)
-        digest = _hash([rules, [_trace(ref) for ref in part]])
+        digest = _hash([rules, [_trace(ref, job.pictures) for ref in part]])
         found = {key: known[key] for key in keys if key in known}
         shards.append(Shard(f"shard-{number:05d}-{digest[:12]}", part, keys, found))
     return shards
@@ -227,19 +227,11 @@ def _read_known(cache: Path) -> dict[str, tuple[Known, ...]]:
     return known
 
 
-def _trace(ref: PictureRef) -> list[Any]:
+def _trace(ref: PictureRef, pictures: Pictures) -> list[Any]:
     """Return what tells a picture from another one in its place, as far as that is known without reading it."""
     place = ref.place
-    mask = [] if ref.mask is None else [[ref.mask.start, ref.mask.size, _stamp(ref.mask)]]
-    return [ref.key, ref.caption, ref.fault, place.start, place.size, _stamp(place), ref.bucket, *mask]
-
-
-def _stamp(place: Place) -> list[int]:
-    try:
-        found = os.stat(place.path.partition(":")[2])
-    except OSError:
-        return []
-    return [found.st_size, found.st_mtime_ns]
+    mask = [] if ref.mask is None else [[ref.mask.start, ref.mask.size, pictures.stamp(ref.mask)]]
+    return [ref.key, ref.caption, ref.fault, place.start, place.size, pictures.stamp(place), ref.bucket, *mask]
 
 
 def _tokenizer_hash(folder: Path) -> str:

@@ -213,9 +213,9 @@ def fetched(cluster, storage):
     import torch
 
     from fluxray import checkpoint
+    from fluxray.objectstore import open_store
     from fluxray.protocols import RunState, Schedule, StateItem
     from fluxray.runtime.mirror import Mirror
-    from fluxray.runtime.objectstore import open_store
 
     (storage / "mirror").mkdir()
     mirror = Mirror(open_store(f"file://{storage}/mirror"), "fetched")

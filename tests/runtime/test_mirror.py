@@ -1,12 +1,8 @@
 """Checkpoints in an object store: moto's S3 server in a process of its own, real uploads, what can go wrong on the way."""
 
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,60 +16,22 @@ from fluxray import checkpoint, cli
 from fluxray.config.load import resolve
 from fluxray.config.schema import TrainConfig
 from fluxray.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from fluxray.objectstore import StoreError, open_store
 from fluxray.protocols import Report, RunState, SavedCheckpoint, Schedule, StateItem
 from fluxray.ranks import ALONE, Ranks
 from fluxray.runtime import mirroring
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.mirror import Mirror
 from fluxray.runtime.mirroring import Uploads
-from fluxray.runtime.objectstore import StoreError, open_store
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.prepare import Run, fetch_lost, prepare, save_config
 from fluxray.runtime.worker import run_worker
 from tests.runtime.test_worker import SMALL, InterruptedRunError, saved_tensors
+from tests.stores import SECRET, Server, empty_bucket
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ADDRESS = "s3://bucket/runs"
-SECRET = "moto-secret-key"
-
-
-class Server:
-    """moto's server on one port; what it holds is lost when it is killed."""
-
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                time.sleep(0.05)
-        raise TimeoutError("moto's server has not started")
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def client(self) -> fs.S3FileSystem:
-        return fs.S3FileSystem(
-            region="us-east-1", scheme="http", endpoint_override=f"127.0.0.1:{self.port}", allow_bucket_creation=True
-        )
-
-    def wants_keys(self, wanted: bool) -> None:
-        self.post("reset-auth", b"0" if wanted else b"inf")
-
-    def post(self, action: str, body: bytes = b"") -> None:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/moto-api/{action}", body, {"Content-Type": "text/plain"})
-        urllib.request.urlopen(request, timeout=30).close()
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +44,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> fs.S3FileSystem:
     """An empty bucket, and the environment that leads to it."""
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    server.post("reset")
-    client = server.client()
-    client.create_dir("bucket")
-    return client
+    return empty_bucket(server, monkeypatch)
 
 
 def keys(client: fs.FileSystem) -> list[str]:

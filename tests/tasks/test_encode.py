@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import tarfile
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -19,6 +21,7 @@ from fluxray.data.identity import with_pipeline
 from fluxray.data.latent_facts import CacheNeeds, check_cache
 from fluxray.data.latents import LatentCache, load_latents
 from fluxray.data.loader import Loader
+from fluxray.data.pictures import open_pictures
 from fluxray.data.prepared import prepare_picture
 from fluxray.data.survey import planned
 from fluxray.errors import DataError
@@ -28,6 +31,7 @@ from fluxray.tasks.encode_plan import cache_key
 from tests.data.test_loader_buckets import prepare
 from tests.encode_helpers import encode_here, encode_until_killed, job_of, run_here, tiny_pipeline, write_photos
 from tests.flow_pictures import Encoders
+from tests.stores import web_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,6 +93,24 @@ def test_larger_batches_change_no_more_than_rounding(whole, pipelines, photos, t
         assert one.key(index) == other.key(index)
         torch.testing.assert_close(one[index].latents, other[index].latents, rtol=0, atol=1e-4)
         torch.testing.assert_close(one[index].text.float(), other[index].text.float(), rtol=0, atol=2e-2)
+
+
+def test_tars_of_a_web_server_are_encoded_as_the_folder_in_them(whole, pipelines, photos, tmp_path):
+    (tmp_path / "web").mkdir()
+    with tarfile.open(tmp_path / "web" / "photos-0.tar", "w") as tar:
+        for path in sorted(path for path in photos.rglob("*") if path.is_file()):
+            tar.add(path, path.relative_to(photos))
+    with web_on(tmp_path / "web") as web:
+        plain = job_of(pipelines["flux1"], photos, tmp_path / "cache")
+        job = replace(plain, pictures=open_pictures(f"tars:{web.address}/photos-{{0..0}}.tar", config=plain.settings))
+        assert encode_here(job).pictures == 10 and is_up_to_date(job, job.pictures.refs())
+        one, other = LatentCache(whole[0]), LatentCache(tmp_path / "cache")
+        assert [one.key(index) for index in range(10)] == [other.key(index) for index in range(10)]
+        assert all(one[index].latents.equal(other[index].latents) for index in range(10))
+        assert all(one[index].text.equal(other[index].text) for index in range(10))
+        os.utime(tmp_path / "web" / "photos-0.tar", (1, 1))
+        again = replace(plain, pictures=open_pictures(f"tars:{web.address}/photos-{{0..0}}.tar", config=plain.settings))
+        assert not is_up_to_date(again, again.pictures.refs())
 
 
 @pytest.mark.parametrize("number", [0, 3, 5, 6, 13])

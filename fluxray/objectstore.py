@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import parse_qsl, urlsplit
 
-from pyarrow import fs
+from pyarrow import NativeFile, fs
 
 from fluxray.config.mirror import check_mirror
 from fluxray.errors import ConfigError, one_line
@@ -26,7 +26,7 @@ PLACE_VARIABLES = (*ENDPOINT_VARIABLES, *REGION_VARIABLES)
 """What says where a store is, without a secret: workers on other nodes get it from the driver."""
 
 DENIED = re.compile(
-    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|EXPIRED|FORBIDDEN|\b403\b|PERMISSION_DENIED|UNAUTHENTICATED|OAuth2"
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|EXPIRED|FORBIDDEN|\b40[13]\b|PERMISSION_DENIED|UNAUTHENTICATED|OAuth2"
 )
 ABSENT = re.compile(r"NO_SUCH_BUCKET|Bucket '.*' not found|bucket does not exist", re.IGNORECASE)
 CREDENTIALS = {
@@ -54,7 +54,7 @@ class ObjectStore:
 
     def sizes(self, folder: str) -> Mapping[str, fs.FileInfo]:
         """Return the files under `folder`, by their path below it; none if there is no such folder."""
-        base = f"{self.root}/{folder}"
+        base = f"{self.root}/{folder}".rstrip("/")
         with _told():
             found = self.filesystem.get_file_info(fs.FileSelector(base, allow_not_found=True, recursive=True))
         return {info.path.removeprefix(f"{base}/"): info for info in found if info.type == fs.FileType.File}
@@ -63,6 +63,25 @@ class ObjectStore:
         """Return the content of a small object; raises MissingError."""
         with _told(), self.filesystem.open_input_stream(f"{self.root}/{path}") as source:
             return source.read()
+
+    def info(self, path: str) -> fs.FileInfo:
+        """Return size and time of an object; raises MissingError."""
+        with _told():
+            info = self.filesystem.get_file_info(f"{self.root}/{path}")
+        if info.type != fs.FileType.File:
+            raise MissingError("there is no such object")
+        return info
+
+    def open(self, path: str) -> NativeFile:
+        """Return an object to read parts of; raises MissingError."""
+        with _told():
+            return self.filesystem.open_input_file(f"{self.root}/{path}")
+
+    @staticmethod
+    def read_at(file: NativeFile, start: int, size: int) -> bytes:
+        """Return bytes of what `open` has returned, as many as there are; safe from several threads."""
+        with _told():
+            return file.read_at(size, start)
 
     def download(self, path: str, target: Path) -> None:
         """Write an object to the file `target`, durably; raises MissingError, and OSError if the disk refuses."""
@@ -131,7 +150,9 @@ class ObjectStore:
 
 
 def open_store(address: str, key: str = "checkpoint.mirror") -> ObjectStore:
-    """Return the store that a `checkpoint.mirror` names. ConfigError if it cannot be one, StoreError if its bucket is not found.
+    """Return the store that `address` names, the value of `key`.
+
+    ConfigError if it cannot be one, StoreError if its bucket is not found.
 
     The endpoint of S3 is that of the query (`endpoint_override`), else of AWS_ENDPOINT_URL, else Amazon's own.
     """
