@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flow_conclusion import flow_conclusion
 from scaling_conclusion import scaling_conclusion
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,8 @@ COLUMNS = {
     "master": "master",
     "resident_blocks": "resident blocks",
     "kept_blocks": "blocks that keep activations",
+    "recomputed": "forward computed again",
+    "images_per_step": "images a step",
     "tokens_per_step": "tokens a step",
     "tokens_per_s": "tokens/s",
     "step_s": "step, s",
@@ -73,6 +76,7 @@ COLUMNS = {
     "tokens": "tokens in all",
     "equal": "equal to undisturbed",
     "first_step_s": "first step, s",
+    "compile_s": "compiling in it, s",
     "ratio": "ratio",
     "git": "revision",
     "price_per_hour": "dollars an hour",
@@ -248,6 +252,7 @@ CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "stream": ("neox-20b (20.55B) on one GPU of at most 45 GB, sequence 2,048", stream_conclusion),
     "step_kernel": ("The optimizer step of one block, 8-bit AdamW", step_kernel_conclusion),
     "techniques": ("What each technique costs and saves: flux2-seed on one GPU", techniques_conclusion),
+    "flow": ("FLUX on one GPU, streamed", flow_conclusion),
     "prediction": ("What to expect of one RTX A6000, and what it costs", prediction_conclusion),
     "sweep": ("Sweeps: lm-tiny on two cores", sweep_conclusion),
     "sweep-card": ("The grid of the report: flux2-seed on one GPU, trials that share it", sweep_card_conclusion),
@@ -309,7 +314,7 @@ def render(document: str) -> str:
 
 
 def _cell(key: str, value: object) -> str:
-    if isinstance(value, float) and key in ("ratio", "share_of_matrix_rate", "of_linear", "exposed_share"):
+    if isinstance(value, float) and key in ("ratio", "recomputed", "share_of_matrix_rate", "of_linear", "exposed_share"):
         return f"{value:.1%}"
     if isinstance(value, bool):
         return "yes" if value else "no"
