@@ -19,6 +19,7 @@ def flow_conclusion(rows: list[Row]) -> str:
         f"{first['recomputed']:.0%} of the forward again. It also trains in {small['device_gb']:.1f} GB beside "
         f"{small['host_gib']:.0f} GiB of the host, at {small['share_of_matrix_rate']:.0%}; in these two, planned memory and "
         f"measured differ by {off:.1%} at most. FLUX.2-dev ({second['parameters'] / 1e9:.1f}B) takes "
-        f"{second['device_gb']:.0f} GB and {second['host_gib']:.0f} GiB, three blocks without a copy on the host, at {second['share_of_matrix_rate']:.0%}. "
+        f"{second['device_gb']:.0f} GB and {second['host_gib']:.0f} GiB, three blocks without a copy on the host, at "
+        f"{second['share_of_matrix_rate']:.0%}. "
         f"Compiling from nothing takes {first['compile_s']:.0f} s of FLUX.1-dev's first step, once for each size of images."
     )
