@@ -73,6 +73,8 @@ COLUMNS = {
     "num_trials": "trials",
     "num_stopped": "stopped early",
     "num_ended_before": "ended before the kill",
+    "num_resumed": "gone on from a checkpoint",
+    "driver_ended_s": "driver ended after, s",
     "tokens": "tokens in all",
     "equal": "equal to undisturbed",
     "first_step_s": "first step, s",
@@ -232,6 +234,18 @@ def sweep_conclusion(rows: list[Row]) -> str:
     )
 
 
+def sweep_faults_conclusion(rows: list[Row]) -> str:
+    """Say what the rows of sweep-faults.json show."""
+    waits = " and ".join(f"{row['driver_ended_s']} s" for row in rows if "driver_ended_s" in row)
+    table = "the table of an undisturbed sweep, to the bit" if all(row["equal"] for row in rows) else "another table"
+    return (
+        "A sweep that loses a node for good goes on by itself: its trials wait for room on what is left. One that loses the head "
+        f"of its cluster cannot: its driver says how to go on, ends after {waits}, and `--resume` on another "
+        f"head does so. All end with {table}; no trial that had ended ran again, the others went on from their checkpoints, and "
+        "MLflow has every run and every point once."
+    )
+
+
 def sweep_card_conclusion(rows: list[Row]) -> str:
     """Say what the rows of sweep-card.json show."""
     best, report = rows[0], next((row for row in rows if row["note"].endswith("the report's best")), None)
@@ -255,6 +269,7 @@ CONCLUSIONS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "flow": ("FLUX on one GPU, streamed", flow_conclusion),
     "prediction": ("What to expect of one RTX A6000, and what it costs", prediction_conclusion),
     "sweep": ("Sweeps: lm-tiny on two cores", sweep_conclusion),
+    "sweep-faults": ("A sweep whose cluster loses a node, or its head", sweep_faults_conclusion),
     "sweep-card": ("The grid of the report: flux2-seed on one GPU, trials that share it", sweep_card_conclusion),
     "scaling": ("Groups of GPUs: FSDP2 on one host", scaling_conclusion),
     "outage": ("An MLflow server that dies, hangs or is slow", outage_conclusion),
@@ -302,7 +317,7 @@ INTROS = {
 }
 """The documents and how each begins."""
 
-RELIABILITY = ("drill", "drill-8-workers", "outage")
+RELIABILITY = ("drill", "drill-8-workers", "outage", "sweep-faults")
 """Results that belong into reliability.md; the others are benchmarks."""
 
 

@@ -12,9 +12,9 @@ import typer
 
 from fluxray.errors import ConfigError, FluxrayError
 from fluxray.runtime.imports import end_quickly, quick_imports
-from fluxray.runtime.outcome import FailedError, StoppedError
+from fluxray.runtime.outcome import FAILURE, FailedError, StoppedError, ending
 
-USER_FAULT, FAILURE, STOPPED = 2, 1, 130
+USER_FAULT, STOPPED = 2, 130
 
 app = typer.Typer(
     name="fluxray",
@@ -389,7 +389,7 @@ def _run_dir(run: str, storage: str | None) -> Path:
 
 
 def _end(what: str, message: object, code: int) -> int:
-    print(f"fluxray: {what}: {message}", file=sys.stderr, flush=True)
+    print(ending(what, message), file=sys.stderr, flush=True)
     return code
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from fluxray.config.schema import ResourcesConfig, TrainConfig
 from fluxray.errors import PlanError
 from fluxray.objectstore import PLACE_VARIABLES
 from fluxray.runtime.allocator import allocator_environment
+from fluxray.runtime.lost import watched_head
 from fluxray.runtime.sharing import mps_limits, served_card
 from fluxray.runtime.stopping import interrupt_on_sigterm
 
@@ -53,11 +54,11 @@ class Node:
 
 
 @contextmanager
-def session(verbose: bool) -> Iterator[int | None]:
+def session(verbose: bool, again: Callable[[], str] = lambda: "try again") -> Iterator[int | None]:
     """Connect to the cluster of RAY_ADDRESS, else start Ray on this machine for as long as the context lasts.
 
     Yields this machine's number of cores if Ray runs here alone, else None. A Ray that is already connected is used and left on.
-    With `verbose`, what workers print is shown.
+    With `verbose`, what workers print is shown. `again` returns what goes on where the cluster's head is lost meanwhile.
     """
     if ray.is_initialized():
         yield None
@@ -71,7 +72,8 @@ def session(verbose: bool) -> Iterator[int | None]:
             raise PlanError(f"RAY_ADDRESS: {address!r} cannot be reached ({_first_line(error)}); unset it to run here") from None
     interrupt_on_sigterm()  # Ray has put a handler of its own in its place
     try:
-        yield len(os.sched_getaffinity(0)) if address == "local" else None
+        with watched_head(ray.get_runtime_context().gcs_address, again):
+            yield len(os.sched_getaffinity(0)) if address == "local" else None
     finally:
         ray.shutdown()
 

@@ -60,7 +60,7 @@ def encode_ahead(config: TrainConfig, verbose: bool = False, watch: Watch | None
         return encode(job, refs, _nothing, watch)
     if not verbose:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray warns of how its own actors are made
-    with cluster.session(verbose) as local_cores:
+    with cluster.session(verbose, lambda: "the same command goes on with it") as local_cores:
         cluster.check_resources(config.resources)
         try:
             return encode(job, refs, RayPasses(config, local_cores, verbose), watch)

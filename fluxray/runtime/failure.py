@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from ray.exceptions import ActorDiedError
-from ray.train import WorkerGroupError
+from ray.train import ControllerError, WorkerGroupError
 
+from fluxray.runtime.outcome import FailedError, LostError, NoRoomError
 from fluxray.runtime.paths import write_text
 
 FAILURE_FILE = "failure.txt"
@@ -13,8 +14,10 @@ FAILURE_FILE = "failure.txt"
 def explain(error: BaseException, run_dir: Path, silent: str | None = None) -> str:
     """Return one line on why Ray gave a run up, and write the whole story to the run's folder; `silent` names silent ranks."""
     write_text(run_dir / FAILURE_FILE, f"{type(error).__name__}: {error}\n")
-    cause = f"Ray's controller failed: {_first_line(error)}"
-    if isinstance(error, WorkerGroupError) and error.worker_failures:
+    cause = f"Ray's controller failed: {_first_line(error.controller_failure if isinstance(error, ControllerError) else error)}"
+    if _lacks_room(error):
+        cause = "the cluster had no room for its workers"
+    elif isinstance(error, WorkerGroupError) and error.worker_failures:
         rank, failure = _origin(error.worker_failures)
         cause = f"worker {rank} failed: {type(failure).__name__}: {_first_line(failure)}"
     elif isinstance(error, ActorDiedError):
@@ -22,6 +25,18 @@ def explain(error: BaseException, run_dir: Path, silent: str | None = None) -> s
     if silent is not None:
         cause = f"{cause} ({silent})"
     return f"run {run_dir.name}: {cause}; the whole story is in {run_dir / FAILURE_FILE}"
+
+
+def kind_of(error: BaseException) -> type[FailedError]:
+    """Return what it is that Ray gave a run up for: no room on the cluster, a lost part of Ray, or the workers."""
+    if _lacks_room(error):
+        return NoRoomError
+    return FailedError if isinstance(error, WorkerGroupError) else LostError
+
+
+def _lacks_room(error: BaseException) -> bool:
+    cause = error.controller_failure if isinstance(error, ControllerError) else None
+    return type(cause).__name__ == "WorkerGroupStartupTimeoutError"  # which Ray keeps to itself
 
 
 def _origin(failures: dict[int, Exception]) -> tuple[int, BaseException]:

@@ -24,10 +24,10 @@ from fluxray.errors import CheckpointError, OutOfMemory, PlanError
 from fluxray.protocols import RunSummary
 from fluxray.runtime import cluster, ladder, tracking
 from fluxray.runtime.board import Assignment, pack, posted_fault, read_board, rebuild_fault, silent_ranks, start_board
-from fluxray.runtime.failure import explain
+from fluxray.runtime.failure import explain, kind_of
 from fluxray.runtime.identity import Part
 from fluxray.runtime.imports import quick_imports
-from fluxray.runtime.outcome import FailedError, StoppedError
+from fluxray.runtime.outcome import NoRoomError, StoppedError
 from fluxray.runtime.paths import (
     CONFIG_FILE,
     RegistryKeeper,
@@ -95,7 +95,7 @@ def train(config: TrainConfig, label: str = "run", verbose: bool = False, steps:
     run = prepare(config, label)
     print("preparing data and model", flush=True)
     steps.preflight(run.config, run.home.cache)
-    with cluster.session(verbose) as local_cores:
+    with cluster.session(verbose, lambda: again(run.run_dir)) as local_cores:
         cluster.check_resources(run.config.resources)
         return carry_out(run, pack(steps.run), local_cores)
 
@@ -117,7 +117,10 @@ def carry_out(run: Run, work_fn: bytes, local_cores: int | None, trial: Trial | 
 
 
 def _down_the_ladder(run: Run, first: Assignment, local_cores: int | None, should_stop: Callable[[], bool] | None) -> RunSummary:
-    """Fit from the rung on which the run stands; where memory does not suffice, anew on the next one."""
+    """Fit from the rung on which the run stands; where memory does not suffice, anew on the next one.
+
+    A trial (one with `should_stop`) waits for room: a node that is lost leaves less of it than its sweep had counted.
+    """
     rung = ladder.begin(run.config, run.run_dir, run.resumed)
     if rung.number:
         print(f"out of memory earlier: goes on with {rung.words}", flush=True)
@@ -125,6 +128,13 @@ def _down_the_ladder(run: Run, first: Assignment, local_cores: int | None, shoul
         assignment = replace(first, board=start_board(), rung=rung.number)
         try:
             return fit(assignment, run.run_dir, local_cores, should_stop)
+        except NoRoomError:
+            if should_stop is None:
+                raise
+            if should_stop():
+                raise StoppedError(f"run {run.name} was stopped while it waited for room; {again(run.run_dir)}") from None
+            _mend_registry(run.run_dir)
+            continue
         except PlanError as error:
             raise ladder.refused(run.config, run.run_dir, rung.number, error) from None
         except OutOfMemory as error:
@@ -190,7 +200,7 @@ def fit(
         fault = posted_fault(board)
         told = explain(error, assignment.run_dir, silent_ranks(board))
         if fault is None:
-            raise FailedError(f"{told}; {_again(assignment)}") from error
+            raise kind_of(error)(f"{told}; {_again(assignment)}") from error
         outcome = {"fault": (type(fault).__name__, str(fault))}
     except (KeyboardInterrupt, SystemExit):
         raise StoppedError(f"run {name} was stopped; {_again(assignment)}") from None

@@ -14,6 +14,7 @@ from fluxray.protocols import Report, RunSummary, SavedCheckpoint
 from fluxray.runtime.board import Assignment, Fault
 from fluxray.runtime.context import WorkerContext
 from fluxray.runtime.imports import quick_imports
+from fluxray.runtime.lost import end_with_parent
 from fluxray.runtime.paths import committed_checkpoints, registered_checkpoints
 from fluxray.runtime.points import PointWriter
 from fluxray.runtime.tracking import MetricWriter
@@ -36,6 +37,7 @@ def work(settings: Mapping[str, Assignment]) -> dict[str, Any]:
     returned; one that some ranks meet is raised, to tear the others out of their collectives, and the next attempt returns it at
     once.
     """
+    end_with_parent()
     assignment = settings["assignment"]
     train = ray.train.get_context()
     rank, num_ranks = train.get_world_rank(), train.get_world_size()

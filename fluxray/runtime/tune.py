@@ -4,6 +4,7 @@ Nothing is written and nothing started before the checks have passed. A start af
 there are, how they ended, and what they have reported, lies in the sweep's folder and in those of their runs.
 """
 
+import logging
 import os
 import shutil
 import threading
@@ -11,15 +12,18 @@ import time
 
 import ray
 from ray import tune
+from ray.exceptions import RayError
+from ray.tune.error import TuneError
 
 from fluxray.config.checks import check_available
 from fluxray.config.schema import ResourcesConfig, TrainConfig
 from fluxray.config.trials import Plan, plan_trials
-from fluxray.errors import FluxrayError
+from fluxray.errors import FluxrayError, one_line
 from fluxray.runtime import cluster
 from fluxray.runtime.board import pack
 from fluxray.runtime.concurrency import DRIVER_CPU, largest, max_concurrent
 from fluxray.runtime.launch import Steps, training
+from fluxray.runtime.lost import end
 from fluxray.runtime.outcome import StoppedError
 from fluxray.runtime.stopping import in_thread, on_stop_signal
 from fluxray.runtime.sweep_table import Table, read_table
@@ -59,7 +63,9 @@ def run_sweep(
     print("preparing data, tokenizer and model", flush=True)
     _preflight(sweep, trials, steps)
     os.environ.update({name: value for name, value in TUNE_ENVIRONMENT.items() if name not in os.environ})
-    with cluster.session(verbose):
+    if not verbose:
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # tracebacks of what it tries again
+    with cluster.session(verbose, lambda: _goes_on(sweep)):
         cluster.check_resources(needs)
         at_once = _at_once(needs, max(1, min(limit or trials.num_left, trials.num_left)))
         save_sweep(sweep, [node.resources for node in cluster.alive_nodes()])
@@ -155,9 +161,15 @@ def _fit(sweep: Sweep, trials: Trials, at_once: int, steps: Steps) -> None:
     try:
         with on_stop_signal(request_stop):
             in_thread(tuner.fit)
+    except (RayError, TuneError) as error:  # without Ray nothing could be ended in order
+        end(f"sweep {sweep.name}: Ray failed: {type(error).__name__}: {one_line(error)[:150]}; {_goes_on(sweep)}")
     except (KeyboardInterrupt, SystemExit):
-        raise StoppedError(f"sweep {sweep.name} was stopped; fluxray tune --resume {sweep.name} goes on") from None
+        raise StoppedError(f"sweep {sweep.name} was stopped; {_goes_on(sweep)}") from None
     finally:
         shutil.rmtree(sweep.folder / RAY, ignore_errors=True)
     if stops.is_set() and trials.num_open:
-        raise StoppedError(f"sweep {sweep.name} was stopped and its trials saved; fluxray tune --resume {sweep.name} goes on")
+        raise StoppedError(f"sweep {sweep.name} was stopped and its trials saved; {_goes_on(sweep)}")
+
+
+def _goes_on(sweep: Sweep) -> str:
+    return f"fluxray tune --resume {sweep.name} goes on"

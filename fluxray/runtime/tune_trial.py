@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ray import tune
+from ray.exceptions import RayError
 
 from fluxray.config.trials import trial_config
 from fluxray.errors import FluxrayError
 from fluxray.runtime.identity import Part, param
 from fluxray.runtime.launch import Trial, carry_out
-from fluxray.runtime.outcome import FailedError, StoppedError
+from fluxray.runtime.lost import end_with_parent
+from fluxray.runtime.outcome import FailedError, LostError, StoppedError
 from fluxray.runtime.paths import write_text
 from fluxray.runtime.points import read_points
 from fluxray.runtime.prepare import again, prepare
@@ -41,7 +43,11 @@ class Work:
 
 
 def run_trial(settings: Mapping[str, Any], work: Work) -> None:
-    """Run the trial of `settings` (`trial`, `keys`) to its end and put down how it ended. For a Tune function trainable."""
+    """Run the trial of `settings` (`trial`, `keys`) to its end and put down how it ended. For a Tune function trainable.
+
+    Raises LostError or RayError where a part of Ray was lost: not an end, and whether it is tried again is Tune's to say.
+    """
+    end_with_parent()
     sweep, number = work.sweep, int(settings["trial"])
     keys = json.loads(settings["keys"])
     config = sweep.named(trial_config(sweep.space, sweep.base, keys), number)
@@ -54,16 +60,20 @@ def run_trial(settings: Mapping[str, Any], work: Work) -> None:
         return spent.is_set() or (sweep.folder / STOP_FILE).exists() or stop_step(sweep.folder, number) is not None
 
     trial = Trial(Part(sweep.folder, tags), sweep.space.metric, should_stop)
-    outcome: list[Outcome] = []
+    ends: list[Outcome | Exception] = []
 
     def train() -> None:
-        found = _train(sweep.folder, number, run.run_dir, lambda: carry_out(run, work.run, None, trial))
+        found: Outcome | Exception | None
+        try:
+            found = _train(sweep.folder, number, run.run_dir, lambda: carry_out(run, work.run, None, trial))
+        except (LostError, RayError) as error:
+            found = error
         if found is None and stop_step(sweep.folder, number) is not None:
             found = Outcome("stopped")
         if found is None and spent.is_set():
             found = Outcome("ended")
         if found is not None:
-            outcome.append(found)
+            ends.append(found)
 
     thread = threading.Thread(target=train, name="fluxray-trial", daemon=True)
     thread.start()
@@ -79,8 +89,10 @@ def run_trial(settings: Mapping[str, Any], work: Work) -> None:
         if not alive:
             break
         thread.join(POLL_S)
-    if outcome:
-        write_outcome(sweep.folder, number, _judged(outcome[0], seen, sweep.space.metric))
+    for found in ends:
+        if isinstance(found, Exception):
+            raise found
+        write_outcome(sweep.folder, number, _judged(found, seen, sweep.space.metric))
 
 
 def _report(point: Point, num_steps: int) -> None:
@@ -104,11 +116,13 @@ def _its_plan(run_dir: Path, reason: str) -> str:
 
 
 def _train(folder: Path, number: int, run_dir: Path, carry: Callable[[], object]) -> Outcome | None:
-    """Return how a training ended; None if it was stopped and is to go on."""
+    """Return how a training ended; None if it was stopped and is to go on. Raises LostError, RayError."""
     try:
         carry()
     except StoppedError:
         return None
+    except (LostError, RayError):
+        raise
     except (FluxrayError, FailedError) as error:
         reason = str(error).removesuffix(f"; {again(run_dir)}")  # true of a run alone: a sweep does not repeat what has failed
         return Outcome("failed", reason + _its_plan(run_dir, reason))

@@ -16,6 +16,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.config.trials import Keys, Plan, Planned, plan_trial
 from fluxray.errors import one_line
 from fluxray.runtime import cluster
+from fluxray.runtime.outcome import LostError
 from fluxray.runtime.points import read_points
 from fluxray.runtime.sweep_report import write_report
 from fluxray.runtime.sweep_shown import keys_words, progress_line
@@ -274,8 +275,9 @@ class Follower(TrialProgressCallback):
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
         """Take in why a trial's process was lost."""
         error = trial.get_error()
+        cause = getattr(error, "cause", error)
         reason = f": {type(error).__name__}: {one_line(error)}" if error else ""
-        self._trials.lost(trial.trial_id, f"its driver was lost{reason}")
+        self._trials.lost(trial.trial_id, str(cause) if isinstance(cause, LostError) else f"its driver was lost{reason}")
 
     def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
         """Nothing: the searcher has heard of it."""

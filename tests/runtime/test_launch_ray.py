@@ -367,3 +367,61 @@ def test_a_rank_that_hangs_is_named_once_the_time_of_the_others_is_over(hung, st
     assert "begins anew, there is no checkpoint yet" in told and "\n" not in told
     assert seconds > 9
     assert "Traceback" in (storage / "runs" / "hung" / "failure.txt").read_text()
+
+
+class Occupant:
+    def stays(self):
+        return True
+
+
+def saves_and_ends(config, context):
+    """Train as all do here, from the beginning."""
+    return loop(config, context, newest(context))
+
+
+def waiting_for_room(storage, name, should_stop):
+    """Carry a run out whose driver has connected, and return how it ended; `should_stop` is a trial's."""
+    from fluxray.runtime import launch as module
+    from fluxray.runtime.board import Assignment, pack
+    from fluxray.runtime.prepare import prepare
+
+    run = prepare(configure(storage, name), "run")
+    first = Assignment(pack(saves_and_ends), run.config, run.run_dir, run.home.cache, None, None)
+    return module._down_the_ladder(run, first, None, should_stop)
+
+
+def test_a_trial_waits_for_room(cluster, storage, monkeypatch):
+    import ray
+
+    from fluxray.runtime import launch as module
+
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "0.5")
+    occupant = ray.remote(Occupant).options(num_cpus=2).remote()
+    assert ray.get(occupant.stays.remote())
+    mend, told = module._mend_registry, []
+
+    def free_and_mend(run_dir):
+        told.append((run_dir / "failure.txt").read_text())
+        ray.kill(occupant)
+        monkeypatch.delenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", raising=False)
+        return mend(run_dir)
+
+    monkeypatch.setattr(module, "_mend_registry", free_and_mend)
+    summary = waiting_for_room(storage, "waits", lambda: False)
+    assert summary.step == 8 and checkpoints(storage, "waits")[0] == 8
+    assert len(told) == 1 and "worker group startup timed out" in told[0]
+
+
+def test_a_run_gives_up_where_there_is_no_room_and_a_trial_that_is_to_stop_does(storage, monkeypatch):
+    from fluxray.runtime import launch as module
+    from fluxray.runtime.outcome import NoRoomError, StoppedError
+
+    def no_room(*_):
+        raise NoRoomError("run r: the cluster had no room for its workers")
+
+    monkeypatch.setattr(module, "start_board", lambda: None)
+    monkeypatch.setattr(module, "fit", no_room)
+    with pytest.raises(NoRoomError):
+        waiting_for_room(storage, "alone", None)
+    with pytest.raises(StoppedError, match=r"^run asked was stopped while it waited for room; .* begins anew"):
+        waiting_for_room(storage, "asked", lambda: True)

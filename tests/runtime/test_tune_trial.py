@@ -1,9 +1,10 @@
 """How a trial's training ends is put down in one line, whatever it was."""
 
 import pytest
+from ray.exceptions import RpcError
 
 from fluxray.errors import ConfigError, NonFiniteLossError, PlanError
-from fluxray.runtime.outcome import FailedError, StoppedError
+from fluxray.runtime.outcome import FailedError, LostError, StoppedError
 from fluxray.runtime.prepare import again
 from fluxray.runtime.sweeps import Outcome, ask_to_stop, read_outcome, stop_step, write_outcome
 from fluxray.runtime.tune_trial import _judged, _train
@@ -23,6 +24,13 @@ def ended_by(tmp_path, error):
 )
 def test_a_fault_is_the_reason(tmp_path, error):
     assert ended_by(tmp_path, error) == Outcome("failed", str(error))
+
+
+@pytest.mark.parametrize("error", [LostError("run r: Ray's controller died"), RpcError("WrongClusterID")])
+def test_a_lost_part_of_ray_is_no_end_of_a_trial(tmp_path, error):
+    with pytest.raises(type(error)):
+        ended_by(tmp_path, error)
+    assert read_outcome(tmp_path, 3) is None
 
 
 def test_one_that_had_not_the_memory_names_its_plan(tmp_path):
