@@ -11,6 +11,7 @@ from fluxray.config.schema import TrainConfig
 from fluxray.errors import FluxrayError
 from fluxray.export import export_run
 from fluxray.memory.plan import MemoryPlan
+from fluxray.memory.spec import ModelSpec
 from fluxray.protocols import Report
 from fluxray.runtime.blockprobe import probe_blocks
 from fluxray.runtime.planning import describe, model_spec, plan_run
@@ -86,8 +87,14 @@ def test_text_is_learned_by_adapters_and_resumes_to_the_bit(words: tuple[str, ..
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {path.name for path in out.iterdir()}
 
 
-def test_plans_count_states_gradients_and_checkpoints_of_adapters_alone() -> None:
-    whole, lora = (plan_run(resolve("a6000", "flux1-dev", [f"adapter.kind={kind}"])) for kind in ("none", "lora"))
+@pytest.fixture(scope="module")
+def lora_spec() -> ModelSpec:
+    return model_spec(resolve("a6000", "flux1-dev", ["adapter.kind=lora"]))
+
+
+def test_plans_count_states_gradients_and_checkpoints_of_adapters_alone(lora_spec: ModelSpec) -> None:
+    specs = {"none": None, "lora": lora_spec}
+    whole, lora = (plan_run(resolve("a6000", "flux1-dev", [f"adapter.kind={kind}"]), spec) for kind, spec in specs.items())
     assert lora.demand.spec.num_trained == 26_148_864 and whole.demand.spec.num_trained == whole.demand.spec.num_parameters
     assert lora.bytes.host["blocks"] < 0.41 * whole.bytes.host["blocks"]  # 2 bytes a parameter in place of 5
     assert lora.disk_bytes < whole.disk_bytes / 200
@@ -101,12 +108,12 @@ def test_plans_count_states_gradients_and_checkpoints_of_adapters_alone() -> Non
     assert "master fp32" in told
 
 
-def test_plans_count_4_bits_of_the_base() -> None:
+def test_plans_count_4_bits_of_the_base(lora_spec: ModelSpec) -> None:
     def configured(profile: str, base: str) -> TrainConfig:
         figures = ("hardware.device_memory=80GB", "hardware.memory_bandwidth=2TB/s", "hardware.tflops=300")
         return resolve(profile, "flux1-dev", ["adapter.kind=lora", f"adapter.base={base}", *figures])
 
-    specs = {base: model_spec(configured("a6000", base)) for base in ("full", "nf4")}
+    specs = {"full": lora_spec, "nf4": model_spec(configured("a6000", "nf4"))}
 
     def planned(profile: str) -> list[MemoryPlan]:
         return [plan_run(configured(profile, base), spec) for base, spec in specs.items()]
@@ -123,9 +130,8 @@ def test_plans_count_4_bits_of_the_base() -> None:
     assert "base              nf4: linear layers of the blocks take 6.66 GB in 4 bits" in told
 
 
-@pytest.mark.parametrize("base", ["full", "nf4"])
-def test_blocks_of_adapters_are_measured(base: str, cache: Path) -> None:
-    config = flow(cache, *STREAM, f"adapter.base={base}")
+def test_blocks_of_adapters_are_measured(cache: Path) -> None:
+    config = flow(cache, *STREAM, "adapter.base=nf4")
     attained, spec = probe_blocks(config, model_spec(config), torch.device("cpu"), None)
     assert attained > 0 and len(spec.blocks) > 0
 
