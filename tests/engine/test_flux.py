@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_compiled_blocks_train_alike(engine: str, case: EngineCase, monkeypatch:
     """As traced and differentiated; no code is generated."""
     intact = torch.compile
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", lambda function: intact(function, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(torch, "compile", partial(intact, backend="aot_eager", fullgraph=True))
     compiled = with_techniques(case, compile=True, activation_checkpoint="full")
     build = FlowEngines[engine]
     expect_close(train_flow(build(compiled), case), plain_flow(case), loss=2e-6, gradient=2e-6)
