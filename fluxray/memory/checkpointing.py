@@ -34,7 +34,7 @@ def choose(demand: "Demand", kept_blocks: int, budget: int) -> tuple[tuple[Opera
 
     The stream engine's last block and `kept_blocks` before it keep everything anyway.
     """
-    if demand.activation_checkpoint != "selective":
+    if demand.activation_checkpoint != "selective" or demand.hides_operations:
         return ()
     spec, stream = demand.spec, demand.engine == "stream"
     num_again = len(spec.blocks) - 1 - kept_blocks if stream else len(spec.blocks)

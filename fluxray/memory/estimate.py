@@ -81,10 +81,11 @@ class Demand:
     A step is `num_micro_batches` of `micro_rows` rows on each of `num_ranks`. `itemsize` are the bytes of a number that the
     model computes with. `hold_gradients`: clipping needs the whole norm before any block steps. `activation_checkpoint`: which
     activations backward computes again, with `checkpoint_every` (blocks) and `checkpoint_budget` (bytes; None: what the plan
-    leaves) of the kinds that have them; `partly_again`: only what it needs of a block. `resident_indices(n)` are the blocks that
-    the stream engine keeps on the device if it keeps n. `whole_copies`: beside fp32 masters a rank holds a whole copy of the
-    weights to compute with. `paged_states`: optimizer states may leave the device for the host. `steps_in_backward`: a block's
-    gradients are freed before the next one's come. `fused_loss`: it has no fp32 temporaries.
+    leaves) of the kinds that have them; `partly_again`: only what it needs of a block; `hides_operations`: `selective` can spare
+    none. `resident_indices(n)` are the blocks that the stream engine keeps on the device if it keeps n. `whole_copies`: beside
+    fp32 masters a rank holds a whole copy of the weights to compute with. `paged_states`: optimizer states may leave the device
+    for the host. `steps_in_backward`: a block's gradients are freed before the next one's come. `fused_loss`: it has no fp32
+    temporaries.
     Where rows have several sizes, a step that mixes them has up to `most_micro_batches`, with as many rows in all. `cast_bytes`
     autocast makes of a weight for its matrix product, which are kept with what autograd keeps of it. `saves_frozen`: checkpoints
     hold weights that are not trained. `cpu_offload`: masters, gradients and states are on the host. `stays_gathered`: all blocks
@@ -105,6 +106,7 @@ class Demand:
     checkpoint_every: int = 2
     checkpoint_budget: int | None = 0
     partly_again: bool = False
+    hides_operations: bool = False
     whole_copies: bool = False
     paged_states: bool = False
     steps_in_backward: bool = False

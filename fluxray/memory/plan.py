@@ -149,7 +149,7 @@ def _planned(demand: Demand, policy: Policy, hardware: Hardware) -> MemoryPlan:
 
 def _spare(demand: Demand, policy: Policy, hardware: Hardware) -> int:
     """Return the bytes of a device that nothing takes while every block is computed again, less those that stay free."""
-    if demand.activation_checkpoint != "selective" or hardware.device_bytes is None:
+    if demand.activation_checkpoint != "selective" or demand.hides_operations or hardware.device_bytes is None:
         return 0
     share = GROUP_SPARE_SHARE if demand.gathers else SPARE_SHARE
     taken = sum(estimate(demand, replace(policy, kept_operations=())).device.values())

@@ -49,7 +49,12 @@ def probe_blocks(config: TrainConfig, spec: ModelSpec, device: torch.device, kno
 
 def computes_partly_again(config: TrainConfig, spec: ModelSpec) -> bool:
     """Return whether backward computes again only what it needs of a block (see `BlockStack.is_whole_again`)."""
-    return config.compile and not spec.has_dropout and config.attention != "flex"
+    return config.compile and not hides_operations(config, spec.has_dropout)
+
+
+def hides_operations(config: TrainConfig, has_dropout: bool) -> bool:
+    """Return whether compiled blocks are computed again as a whole, so that no operation of theirs can be spared."""
+    return config.compile and (has_dropout or config.attention == "flex")
 
 
 class _Bench:

@@ -25,7 +25,7 @@ from fluxray.memory.speed import Hardware
 from fluxray.memory.table import reason, table
 from fluxray.optim.average import DTYPES
 from fluxray.optim.states import state_format
-from fluxray.runtime.blockprobe import computes_partly_again, probe_blocks
+from fluxray.runtime.blockprobe import computes_partly_again, hides_operations, probe_blocks
 from fluxray.runtime.figures import hardware, host_bytes
 from fluxray.runtime.sampling_needs import sampling_needs
 from fluxray.runtime.stacks import Known, example, model_of
@@ -43,8 +43,11 @@ def plan_run(config: TrainConfig, spec: ModelSpec | None = None, known: Known = 
 
 
 def check_techniques(config: TrainConfig, has_dropout: bool) -> None:
-    """Raise ConfigError for techniques that do not go together on a model with or without dropout."""
-    if config.activation_checkpoint == "selective" and config.compile and (has_dropout or config.attention == "flex"):
+    """Raise ConfigError for techniques that do not go together on a model with or without dropout.
+
+    `selective` without a budget keeps what it can: nothing where operations are hidden.
+    """
+    if config.activation_checkpoint_budget is not None and hides_operations(config, has_dropout):
         what, remedy = ("dropout", "model.config's dropout to 0") if has_dropout else ("attention=flex", "attention=varlen")
         raise ConfigError(
             f"activation_checkpoint: 'selective' chooses among operations, which compiled blocks with {what} hide; set "
@@ -105,7 +108,9 @@ def describe(config: TrainConfig, found: MemoryPlan, label: str) -> list[str]:
         )
     again = again_share(found.demand, policy)
     told = config.activation_checkpoint
-    if told == "selective":
+    if told == "selective" and found.demand.hides_operations:
+        told += ", of which nothing is kept: with dropout or attention=flex compiled blocks hide their operations"
+    elif told == "selective":
         told += f", {policy.checkpoint_budget / 1e9:.3g} GB of results kept at most"
     lines.append(f"{'recomputed':<18}{again:.0%} of the blocks' forward: activation_checkpoint {told}")
     return [*lines, *table(found)]
@@ -180,6 +185,7 @@ def demand(config: TrainConfig, spec: ModelSpec) -> Demand:
         checkpoint_every=config.activation_checkpoint_every or 2,
         checkpoint_budget=config.activation_checkpoint_budget,
         partly_again=computes_partly_again(config, spec),
+        hides_operations=hides_operations(config, spec.has_dropout),
         whole_copies=mixed and not split and ranks == 1 and not group.cpu_offload,
         paged_states=config.optim.kind == "paged_adam8bit",
         steps_in_backward=config.optim.in_backward,

@@ -15,5 +15,5 @@ def spec_of(model: str, *words: str) -> ModelSpec:
 
 
 def planned(model: str, *words: str, profile: str = "a6000") -> MemoryPlan:
-    shape = [word for word in words if word.startswith(("data.", "model.", "precision="))]
+    shape = [word for word in words if word.startswith(("data.", "model.", "precision=", "adapter."))]
     return planning.plan_run(resolve(profile, model, words), spec_of(model, *shape))

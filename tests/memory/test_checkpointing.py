@@ -102,6 +102,15 @@ def test_a_streamed_models_inputs_wait_on_the_host_and_its_budget_counts_all_mic
     assert len(some.policy.kept_operations) == 43  # the last block keeps everything
 
 
+@pytest.mark.parametrize("profile", ["a6000", "fsdp8"])
+def test_selective_keeps_what_full_keeps_where_compiled_blocks_hide_operations(profile):
+    given = ("hardware.device_memory=80GB", "hardware.tflops=100", "hardware.memory_bandwidth=1TB/s", "hardware.link=25GB/s")
+    words = (*given, "adapter.kind=lora", "adapter.dropout=0.1")
+    found, full = (planned("flux1-dev", *words, *more, profile=profile) for more in ((), ("activation_checkpoint=full",)))
+    assert found.demand.activation_checkpoint == "selective" and found.demand.hides_operations
+    assert found.policy == full.policy and found.bytes == full.bytes and found.speed == full.speed
+
+
 def test_what_fits_may_be_another_kind():
     words = (*SHARDED, "batch.micro_size=3", "batch.accumulation_steps=1")
     config = resolve("a6000", "flux2-seed", [*words, "activation_checkpoint=none"])

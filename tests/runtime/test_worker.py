@@ -369,3 +369,4 @@ def test_operations_that_compiled_blocks_hide_cannot_be_chosen(attention: str, d
         f"activation_checkpoint: 'selective' chooses among operations, which compiled blocks with {what} hide; set "
         f"compile=false, {remedy}, or activation_checkpoint=full"
     )
+    check_techniques(small(words[0], *words[2:]), dropout)  # what the plan leaves free may be nothing
