@@ -390,26 +390,18 @@ def waiting_for_room(storage, name, should_stop):
     return module._down_the_ladder(run, first, None, should_stop)
 
 
-def test_a_trial_waits_for_room(cluster, storage, monkeypatch):
+def test_a_trial_without_room_is_told_of_by_ray_and_may_stop(cluster, storage, monkeypatch):
     import ray
 
-    from fluxray.runtime import launch as module
+    from fluxray.runtime.outcome import StoppedError
 
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "0.5")
     occupant = ray.remote(Occupant).options(num_cpus=2).remote()
     assert ray.get(occupant.stays.remote())
-    mend, told = module._mend_registry, []
-
-    def free_and_mend(run_dir):
-        told.append((run_dir / "failure.txt").read_text())
-        ray.kill(occupant)
-        monkeypatch.delenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", raising=False)
-        return mend(run_dir)
-
-    monkeypatch.setattr(module, "_mend_registry", free_and_mend)
-    summary = waiting_for_room(storage, "waits", lambda: False)
-    assert summary.step == 8 and checkpoints(storage, "waits")[0] == 8
-    assert len(told) == 1 and "worker group startup timed out" in told[0]
+    with pytest.raises(StoppedError, match="waited for room"):
+        waiting_for_room(storage, "waits", lambda: True)
+    ray.kill(occupant)
+    assert "worker group startup timed out" in (storage / "runs" / "waits" / "failure.txt").read_text()
 
 
 def test_a_run_gives_up_where_there_is_no_room_and_a_trial_that_is_to_stop_does(storage, monkeypatch):
@@ -425,3 +417,11 @@ def test_a_run_gives_up_where_there_is_no_room_and_a_trial_that_is_to_stop_does(
         waiting_for_room(storage, "alone", None)
     with pytest.raises(StoppedError, match=r"^run asked was stopped while it waited for room; .* begins anew"):
         waiting_for_room(storage, "asked", lambda: True)
+    tries = []
+
+    def room_at_last(*given):
+        tries.append(given)
+        return "it ran" if len(tries) == 3 else no_room()
+
+    monkeypatch.setattr(module, "fit", room_at_last)
+    assert waiting_for_room(storage, "patient", lambda: False) == "it ran"
