@@ -47,14 +47,15 @@ def test_images_of_each_size_have_compiled_code_of_their_own(case: str, monkeypa
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, limit, 2)  # in place of torch's 8 and 256
     model = flux_config(case)
     stack, plain = built(model), built(model)
     prepare_stream(stack, compiles=True, kept_blocks=1)
-    sizes = [(2, 2), (2, 3), (3, 2), (2, 4), (3, 3), (2, 5), (3, 4), (2, 7), (3, 5), (4, 4)]
+    sizes = [(2, 2), (2, 3), (3, 2), (3, 3)]
     for height, width in sizes:
         batch = draw_for(model, height=height, width=width)
         assert torch.equal(output_of(stack, batch), output_of(plain, batch))
     shapes = {height * width for height, width in sizes}
-    assert len(shapes) > 8  # as many forms as torch itself allows
     assert len(symbolic) == 3 * len(shapes) and not any(symbolic)  # of two kinds computed again, and of a block that keeps all
     torch._dynamo.reset()
