@@ -27,7 +27,7 @@ from fluxray.ranks import Ranks
 from fluxray.tasks.lm import LmTask
 from tests.engine.flux_cases import FLUX1, FLUX2, draw, flow_cut, plain_loss, weighted_square
 from tests.engine.helpers import NUM_ROWS, OPTIM, SEED, EngineCase, cut, make_batch, model_config
-from tests.engine.stream_helpers import stream_of
+from tests.engine.stream_helpers import expect_same, state_of, stream_of
 from tests.models.flux_helpers import flux_config
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -153,6 +153,22 @@ RANK_CASES = {
     "llama in 4 bits, bf16": (Adapted("llama wide", NF4), {"techniques": Techniques("mixed-bf16")}),
 }
 RANK_STEPS = 2
+
+
+def expect_resumed(adapted: Adapted, streamed: bool, folder: Path) -> checkpoint.CheckpointReader:
+    """Check that a checkpoint holds adapters alone and that from it training goes on bit for bit; return it."""
+    build = adapted.streamed if streamed else adapted.sharded
+    engine = build()
+    adapted.train(engine, 2)
+    reader = saved(engine, folder)
+    assert reader.names() and all(".lora_" in name for name in reader.names())
+    expected = adapted.train(engine, 2, 2)
+    resumed = build()
+    adapted.train(resumed, 1, 9)
+    assert list(resumed.load_items(reader)) == []
+    assert adapted.train(resumed, 2, 2) == expected
+    expect_same(state_of(resumed), state_of(engine))
+    return reader
 
 
 def run_on_ranks(folder: Path, name: str, mesh: DeviceMesh, rank: int) -> None:

@@ -16,7 +16,7 @@ from fluxray.errors import CheckpointError, ConfigError
 from fluxray.models import lora
 from fluxray.optim.build import build_by_unit
 from tests.engine.helpers import EIGHT_BIT, expect_close_values, section
-from tests.engine.lora_cases import CASES, LLAMA, LORA, Adapted, frozen_of, materialised, saved
+from tests.engine.lora_cases import CASES, LLAMA, LORA, Adapted, expect_resumed, frozen_of, materialised, saved
 from tests.engine.stream_helpers import LateTransfers, expect_same, masters_of, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,18 +149,7 @@ def test_the_base_is_fetched_and_adapters_alone_are_written_back() -> None:
 @pytest.mark.parametrize("streamed", [False, True], ids=["sharded", "streamed"])
 @pytest.mark.parametrize("family", CASES)
 def test_checkpoints_hold_adapters_alone_and_resume_to_the_bit(family: str, streamed: bool, tmp_path: Path) -> None:
-    adapted = Adapted(family)
-    build = adapted.streamed if streamed else adapted.sharded
-    engine = build()
-    adapted.train(engine, 2)
-    reader = saved(engine, tmp_path)
-    assert reader.names() and all(".lora_" in name for name in reader.names())
-    expected = adapted.train(engine, 2, 2)
-    resumed = build()
-    adapted.train(resumed, 1, 9)
-    assert list(resumed.load_items(reader)) == []
-    assert adapted.train(resumed, 2, 2) == expected
-    expect_same(state_of(resumed), state_of(engine))
+    expect_resumed(Adapted(family), streamed, tmp_path)
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from fluxray.errors import CheckpointError
 from fluxray.models import lora
 from fluxray.models.quantised import Nf4Linear
 from tests.engine.helpers import EIGHT_BIT, expect_close_values, section
-from tests.engine.lora_cases import LORA, NF4, WIDE_CASES, Adapted, frozen_of, materialised, saved
-from tests.engine.stream_helpers import LateTransfers, expect_same, masters_of, state_of
+from tests.engine.lora_cases import LORA, NF4, WIDE_CASES, Adapted, expect_resumed, frozen_of, materialised
+from tests.engine.stream_helpers import LateTransfers, masters_of, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,17 +98,7 @@ def test_fewer_bytes_are_fetched() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["sharded", "streamed"])
 def test_checkpoints_resume_to_the_bit_and_name_their_base(streamed: bool, tmp_path: Path) -> None:
-    build = LLAMA.streamed if streamed else LLAMA.sharded
-    engine = build()
-    LLAMA.train(engine, 2)
-    reader = saved(engine, tmp_path)
-    assert reader.names() and all(".lora_" in name for name in reader.names())
-    expected = LLAMA.train(engine, 2, 2)
-    resumed = build()
-    LLAMA.train(resumed, 1, 9)
-    assert list(resumed.load_items(reader)) == []
-    assert LLAMA.train(resumed, 2, 2) == expected
-    expect_same(state_of(resumed), state_of(engine))
+    reader = expect_resumed(LLAMA, streamed, tmp_path)
     with pytest.raises(CheckpointError) as refused:
         replace(LLAMA, adapter=LORA).sharded().load_items(reader)
     assert str(refused.value) == (
